@@ -1,0 +1,126 @@
+"""The command line: a click group whose commands are imported when they are used.
+
+Invariant: a user's mistake never shows a traceback. A `BitnestError` becomes `error: …`, a blank
+line, `hint: …` on stderr and the error's exit code: 2 usage, 3 does not fit, 4 backend or hardware
+missing, 5 bad file, 130 interrupted. A reader that closes stdout early (`| head -1`) is no error.
+`BITNEST_DEBUG=1` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from edge_runtime import __version__, log
+from edge_runtime.errors import BitnestError
+
+PROGRAM = "bitnest-edge"
+
+# Each command is `edge_runtime.cli.NAME.command`; its line in the group's help lives here alone, so
+# that help imports none of them.
+COMMANDS = {
+    "pull": "Fetch a known model, checksum-verified; print its path.",
+    "convert": "Turn a model into a nested checkpoint.",
+    "chat": "Talk to a model.",
+    "generate": "Complete one prompt.",
+    "selftest": "Prove exactness on this model and this machine.",
+    "doctor": "Say what was found, what was not, and why.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one only to use it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of a first session, not of the alphabet."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None when there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"edge_runtime.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command list from the table, importing nothing."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok, 2 usage, 3 does not fit, 4 backend or hardware missing, "
+    "5 bad checkpoint or file, 130 interrupted.",
+)
+@click.version_option(__version__, prog_name=PROGRAM)
+@click.option("-q", "--quiet", is_flag=True, help="Only errors on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Debugging on stderr.")
+def app(quiet: bool, verbose: bool) -> None:
+    """Run a language model whose fast 4-bit draft lives inside its 8-bit target."""
+    log.configure(1 if verbose else -1 if quiet else 0)
+
+
+def _debugging() -> bool:
+    return os.environ.get("BITNEST_DEBUG", "") not in ("", "0")
+
+
+def _report(error: BitnestError) -> int:
+    if _debugging():
+        traceback.print_exception(error)
+    text = f"error: {error.message}"
+    if error.hint:
+        text += f"\n\nhint: {error.hint}"
+    print(text, file=sys.stderr)
+    return error.exit_code
+
+
+def _run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code; only a bug raises."""
+    try:
+        with app.make_context(PROGRAM, list(args)) as ctx:
+            app.invoke(ctx)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        sys.stdout.flush()
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return BitnestError.exit_code
+    except BitnestError as error:
+        return _report(error)
+    except (KeyboardInterrupt, click.Abort):
+        if _debugging():
+            traceback.print_exc()
+        return 130
+    return 0
+
+
+def _reader_is_gone() -> bool:
+    """Say whether the broken pipe is stdout itself, not a socket somewhere inside."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Enter the program (`bitnest-edge`); leaves through `SystemExit` with the exit code."""
+    if f"_{PROGRAM.upper().replace('-', '_')}_COMPLETE" in os.environ:
+        app.main(prog_name=PROGRAM)  # click's own shell completion
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Python flushes stdout once more on its way out: let that go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)

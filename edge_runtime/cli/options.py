@@ -1,0 +1,205 @@
+"""Options that several commands share, each defined once, and the parsers behind them.
+
+Invariant: the parsers are pure (`parse_…` takes text, raises ValueError with the whole reason) and
+the click types only wrap them. What a command receives is checked for form, not for sense: whether
+a budget is enough, or a backend is there, the layer that owns it says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[F], F]
+Auto = Literal["auto"]
+
+MAX_DRAFT = 7  # 7 drafted rows and the bonus row: 8 rows cost what one costs
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: `512M`, `3GiB`, `7.5G` count in powers of 1024, `8GB` in powers of 1000."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 512M, 7.5G, 3GiB, 8GB or a count of bytes")
+    number, unit, suffix = match.groups()
+    base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
+    size = Decimal(number) * (base ** _POWERS[unit.lower()] if unit else 1)
+    if not unit and size != int(size):
+        raise ValueError(f"{text!r} is not a whole number of bytes; did you mean {number}G?")
+    return int(size)
+
+
+def parse_count(text: str, what: str, low: int, high: int | None = None) -> int:
+    """Return a whole number from `low` up to `high`; signs, points and exponents are refused."""
+    allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
+    if not (text.isascii() and text.isdigit()) or int(text) < low:
+        raise ValueError(f"{text!r} is not {what} {allowed}")
+    if high is not None and int(text) > high:
+        raise ValueError(f"{text!r} is not {what} {allowed}")
+    return int(text)
+
+
+def parse_draft(text: str) -> int | Auto:
+    """Return tokens to draft per cycle, 0 for `off`, or `auto`."""
+    if text == "auto":
+        return "auto"
+    if text == "off":
+        return 0
+    try:
+        return parse_count(text, "a number of tokens", 0, MAX_DRAFT)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor auto or off") from None
+
+
+def parse_ctx(text: str) -> int | Auto:
+    """Return the context to allocate in tokens, or `auto`."""
+    if text == "auto":
+        return "auto"
+    try:
+        return parse_count(text, "a number of tokens", 1)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor auto") from None
+
+
+def parse_kv_policy(text: str) -> str:
+    """Return a well-formed policy: `auto`, `kv8`, `kv4` or `recent:N` with N in plain digits."""
+    if text in ("auto", "kv8", "kv4"):
+        return text
+    name, colon, count = text.partition(":")
+    if name == "recent" and colon:
+        return f"recent:{parse_count(count, 'a number of recent tokens', 1)}"
+    raise ValueError(f"{text!r} is not a policy; choose auto, kv8, kv4 or recent:N")
+
+
+if TYPE_CHECKING:  # a generic in click's types; at run time only in its later versions
+    _ParamType = click.ParamType[object]
+else:
+    _ParamType = click.ParamType
+
+
+class Parsed(_ParamType):
+    """A click type around one of the parsers above."""
+
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> object:
+        """Parse text; a value that a default already gave its type passes."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = Parsed("size", parse_size)
+DRAFT = Parsed("draft", parse_draft)
+CTX = Parsed("tokens", parse_ctx)
+KV_POLICY = Parsed("policy", parse_kv_policy)
+
+
+def model_argument(required: bool = True) -> Decorator[F]:
+    """`MODEL`: a checkpoint folder or a known name, as text in `model` (None when left out)."""
+    return click.argument("model", required=required)
+
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "reference", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What computes.",
+)
+view_option = click.option(
+    "--view",
+    type=click.Choice(["nest", "w8", "w4", "fp"]),
+    default="nest",
+    show_default=True,
+    help="nest drafts with the base plane and verifies with both; w8 decodes the target and w4 the "
+    "base one token at a time; fp runs the unquantised model.",
+)
+draft_option = click.option(
+    "--draft",
+    type=DRAFT,
+    default="auto",
+    show_default=True,
+    metavar=f"auto|off|0..{MAX_DRAFT}",
+    help="Tokens drafted before each verification.",
+)
+draft_source_option = click.option(
+    "--draft-source",
+    type=click.Choice(["auto", "base", "ngram", "both"]),
+    default="auto",
+    show_default=True,
+    help="Where drafts come from: the base plane, look-up in the text so far, or both.",
+)
+kv_policy_option = click.option(
+    "--kv-policy",
+    type=KV_POLICY,
+    default="auto",
+    show_default=True,
+    metavar="auto|kv8|kv4|recent:N",
+    help="What drafting reads of the KV cache; verification always reads all of it.",
+)
+ctx_option = click.option(
+    "--ctx",
+    type=CTX,
+    default="auto",
+    show_default=True,
+    metavar="auto|N",
+    help="Context to allocate, in tokens.",
+)
+budget_option = click.option(
+    "--budget",
+    type=SIZE,
+    metavar="SIZE",
+    help="Memory the program may use, e.g. 512M, 3GiB, 7.5G.  [default: what is free]",
+)
+reserve_option = click.option(
+    "--reserve", type=SIZE, metavar="SIZE", help="Memory to leave to everything else."
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="CPU threads.  [default: one per core that this process may use]",
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document as the last line of stdout."
+)
+
+
+def engine_options(command: F) -> F:
+    """Add the options of every command that runs a model, in this order."""
+    options = (
+        backend_option,
+        view_option,
+        draft_option,
+        draft_source_option,
+        kv_policy_option,
+        ctx_option,
+        budget_option,
+        reserve_option,
+        threads_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def print_document(document: object) -> None:
+    """Print what `--json` promises: one line of strict JSON on stdout. NaN is our mistake."""
+    click.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,115 @@
+"""Calibration text to token windows, and the Hessian of a linear's inputs.
+
+Invariant: windows are a function of (text, tokenizer, seed) alone; no window is padded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edge_runtime.errors import CheckpointError
+
+WINDOW = 512
+BUNDLED = "bundled"
+MAX_FILE_BYTES = 1 << 30
+
+Encode = Callable[[str], list[int]]
+EncodeChat = Callable[[list[dict[str, str]]], list[int]] | None
+
+
+def calibration_documents(file: Path | None) -> list[Any]:
+    """Read documents: JSON lines with "text" or "messages", or plain text; None is the bundled set.
+
+    Raises CheckpointError naming the line.
+    """
+    if file is None:
+        bundled = resources.files("edge_runtime.convert").joinpath("calibration.jsonl")
+        return [json.loads(line) for line in bundled.read_text("utf-8").splitlines()]
+    if not file.is_file():
+        raise CheckpointError(f"{file}: calibration file not found")
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise CheckpointError(f"{file}: calibration file is larger than 1 GiB")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as e:
+        raise CheckpointError(f"{file}: calibration file is not UTF-8 text") from e
+    if file.suffix != ".jsonl":
+        return [{"text": text}]
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            document = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as e:
+            raise CheckpointError(f"{file}:{number}: not JSON") from e
+        if document is None:
+            continue
+        if not isinstance(document, dict) or not ({"text", "messages"} & set(document)):
+            raise CheckpointError(f'{file}:{number}: expected an object with "text" or "messages"')
+        documents.append(document)
+    return documents
+
+
+def windows(
+    documents: list[Any],
+    encode: Encode,
+    encode_chat: EncodeChat,
+    num_windows: int,
+    *,
+    length: int = WINDOW,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Join the documents' tokens, shuffled, and cut them into windows of `length` tokens.
+
+    Chats are rendered with the model's template where it has one. Raises CheckpointError when the
+    text is too short for a single window.
+    """
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
+    stream: list[int] = []
+    for i in order.tolist():
+        stream += _tokens(documents[i], encode, encode_chat)
+        if len(stream) >= num_windows * length:
+            break
+    count = min(num_windows, len(stream) // length)
+    if count == 0:
+        raise CheckpointError(
+            f"calibration text: expected at least {length} tokens, got {len(stream)}",
+            "give a longer --calib FILE",
+        )
+    return [stream[i * length : (i + 1) * length] for i in range(count)]
+
+
+def _tokens(document: Any, encode: Encode, encode_chat: EncodeChat) -> list[int]:
+    if "text" in document:
+        return encode(str(document["text"]) + "\n\n")
+    messages = document["messages"]
+    if encode_chat is not None:
+        return encode_chat(messages)
+    return encode("\n\n".join(m["content"] for m in messages) + "\n\n")
+
+
+class HessianSum:
+    """XᵀX / rows of the inputs of each linear, fp64-summed fp32 products."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.rows: dict[str, int] = {}
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Add the rows of x fp32 [L, K]."""
+        product = (x.T @ x).double()
+        if name in self.by_name:
+            self.by_name[name] += product
+        else:
+            self.by_name[name] = product
+        self.rows[name] = self.rows.get(name, 0) + x.shape[0]
+
+    def take(self, name: str) -> Tensor:
+        """Return the mean Hessian fp32 [K, K] of a linear and forget it."""
+        return (self.by_name.pop(name) / self.rows.pop(name)).float()

@@ -1,0 +1,281 @@
+"""Conversion: source -> rotated, nested checkpoint, one layer in memory at a time, resumable.
+
+Invariant: a shard on disk is final; a stopped conversion continues with the first missing shard and
+ends with the same planes as one that was never stopped. Steps: embed, each layer, head, manifest.
+Peak memory: two layers (source and fused, fp32), the codes of one in three views, the embedding
+or the head (fp32), and the hidden states of the calibration windows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edge_runtime.convert import layer as layers
+from edge_runtime.convert import resources
+from edge_runtime.convert.agreement import HeldOut
+from edge_runtime.convert.calibrate import (
+    BUNDLED,
+    WINDOW,
+    HessianSum,
+    calibration_documents,
+    windows,
+)
+from edge_runtime.convert.hadamard import Rotation, random_rotation
+from edge_runtime.convert.nest import Nested, Recipe, nest_matrix
+from edge_runtime.convert.quantize import group_size_for
+from edge_runtime.convert.rotate import FusedLayer, fuse_layer, rotate_head
+from edge_runtime.convert.source import Source
+from edge_runtime.errors import UsageError
+from edge_runtime.format import manifest as fmt
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.format.writer import CheckpointWriter, digest
+from edge_runtime.kernels.layout import GROUP_SIZES
+from edge_runtime.model.load import rotate_rows
+from edge_runtime.model.transformer import geometry, layer_program, linear_shapes
+from edge_runtime.text.template import ChatTemplate
+from edge_runtime.text.tokenizer import Tokenizer
+
+Progress = Callable[[int, int, str], None]
+HELD_OUT_WINDOWS = 2
+EMBED_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """What the user may choose. group_size None: the largest that divides every input size."""
+
+    group_size: int | None = None
+    rotate: Literal["hadamard", "none"] = "hadamard"
+    base: Literal["gptq", "rtn"] = "gptq"
+    refine: Literal["gptq", "closed"] = "gptq"
+    bound: float | None = 0.25
+    calibration: Path | None = None
+    calibration_tokens: int = 24 * WINDOW
+    r3: bool = False
+    seed: int = 0
+
+
+class Conversion:
+    """One conversion; `run` does it all."""
+
+    def __init__(
+        self, source: Source, out: Path, options: ConvertOptions, progress: Progress
+    ) -> None:
+        """Check disk and memory, open or continue the partial folder. Raises BudgetError."""
+        spec = source.spec
+        self.source, self.spec, self.options, self._progress = source, spec, options, progress
+        sizes = [k for _, k in linear_shapes(spec).values()]
+        G = options.group_size or group_size_for(sizes)
+        if G not in GROUP_SIZES:
+            raise UsageError(f"group size: expected one of {GROUP_SIZES}, got {G}")
+        if options.r3 and spec.head_dim & (spec.head_dim - 1):
+            raise UsageError(f"R3 needs a head_dim that is a power of two, got {spec.head_dim}")
+        self.recipe = Recipe(
+            group_size=G, base=options.base, refine=options.refine, bound=options.bound
+        )
+        one = geometry(spec, source.text.num_tokens, rotate_kv=options.r3)
+        self._one = replace(one, num_layers=1)
+        rotate = options.rotate == "hadamard"
+        self._r1 = random_rotation(spec.hidden_size, options.seed) if rotate else None
+        calibration = BUNDLED
+        if options.calibration is not None:
+            calibration = digest(options.calibration.read_text("utf-8", errors="replace"))
+        named = {**asdict(options), "calibration": calibration, "group_size": G}
+        self._calibration_name = (
+            BUNDLED if options.calibration is None else options.calibration.name
+        )
+        identity = msgspec.json.encode([source.provenance, named, fmt.VERSION]).decode()
+        resources.check(spec, G, self._rotation().kind, options.calibration_tokens, out)
+        self.writer = CheckpointWriter(out, identity)
+        self._rows: list[dict[str, Any]] = []
+        self._tokenizer = Tokenizer.from_json(source.tokenizer_json)
+        self.shards = ["embed", *(f"layer-{i:03}" for i in range(spec.num_layers)), "head"]
+
+    def _rotation(self) -> fmt.Rotation:
+        if self._r1 is None:
+            return fmt.Rotation(kind="none", r3=self.options.r3)
+        return fmt.Rotation(kind=self._r1.kind, scale=self._r1.scale, r3=self.options.r3)
+
+    @torch.inference_mode()
+    def run(self) -> fmt.Manifest:
+        """Convert and return the manifest."""
+        calibration, held_out = self._token_windows()
+        self._progress(0, len(self.shards), "embedding")
+        states, checked = self._embed(calibration, held_out)
+        for i in range(self.spec.num_layers):
+            self._progress(i + 1, len(self.shards), f"layer {i + 1} of {self.spec.num_layers}")
+            self._layer(i, states, checked)
+        self._progress(len(self.shards) - 1, len(self.shards), "LM head")
+        agreement = self._head(states, checked)
+        manifest = self._manifest(agreement)
+        self.writer.finish(manifest, self.source.tokenizer_json, self._rows)
+        self._progress(len(self.shards), len(self.shards), "done")
+        return manifest
+
+    def _token_windows(self) -> tuple[list[list[int]], list[list[int]]]:
+        o, text = self.options, self.source.text
+
+        def encode(document: str) -> list[int]:
+            return self._tokenizer.encode(document, allow_special=False)
+
+        encode_chat = None
+        if text.chat_template is not None:
+            template = ChatTemplate(
+                text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
+            )
+
+            def encode_chat(messages: list[dict[str, str]]) -> list[int]:
+                return template.encode(self._tokenizer, messages, add_generation_prompt=False)
+
+        count = max(1, o.calibration_tokens // WINDOW)
+        documents = calibration_documents(o.calibration)
+        found = windows(documents, encode, encode_chat, count + HELD_OUT_WINDOWS, seed=o.seed)
+        if len(found) <= HELD_OUT_WINDOWS:  # a very short text: measure on what there is
+            return found, found
+        return found[:-HELD_OUT_WINDOWS], found[-HELD_OUT_WINDOWS:]
+
+    def _embed(
+        self, calibration: list[list[int]], held_out: list[list[int]]
+    ) -> tuple[list[Tensor], HeldOut]:
+        table = self.source.tensor("embed")
+        r1 = None if self._r1 is None else self._r1.matrix.numpy()
+        scale = 1.0 if self._r1 is None else self._r1.scale
+        if not self.writer.has("embed"):
+            started = time.perf_counter()
+            codes = np.empty(table.shape, dtype=np.int8)
+            scales = np.empty(table.shape[0], dtype=np.float32)
+            for a in range(0, table.shape[0], EMBED_ROWS):
+                rows = table[a : a + EMBED_ROWS].numpy()
+                codes[a : a + EMBED_ROWS], scales[a : a + EMBED_ROWS] = rotate_rows(rows, r1, scale)
+            planes: dict[str, npt.NDArray[Any]] = {"embed.codes": codes, "embed.scale": scales}
+            if r1 is not None:
+                planes["r1"] = r1
+            seconds = round(time.perf_counter() - started, 3)
+            row = {"name": "embed", "shape": list(table.shape), "seconds": seconds}
+            self.writer.shard("embed", planes, [row])
+        self._rows += self.writer.read_report("embed")
+        dense = None if self._r1 is None else self._r1.dense()
+
+        def original(tokens: list[int]) -> Tensor:
+            rows = table[tokens].double()
+            return (rows if dense is None else rows @ dense).float()
+
+        def quantised(tokens: list[int]) -> Tensor:
+            codes, scales = rotate_rows(table[tokens].numpy(), r1, scale)
+            return torch.from_numpy(codes.astype(np.float32) * scales[:, None])
+
+        checked = HeldOut(
+            self.spec,
+            self._one,
+            [original(w) for w in held_out],
+            [quantised(w) for w in held_out],
+        )
+        return [original(w) for w in calibration], checked
+
+    def _layer(self, i: int, states: list[Tensor], checked: HeldOut) -> None:
+        shard, p, local = f"layer-{i:03}", f"layers.{i}.", "layers.0."
+        fused = self.fused_layer(i)
+        backend = layers.float_layer(fused, self.spec, self._one, WINDOW)
+        hessians = HessianSum()
+        done = self.writer.has(shard)
+        layers.advance(
+            backend,
+            layer_program(self.spec, 0, "fp"),
+            states,
+            None if done else hessians.observe,
+        )
+        weights, biases = layers.matrices(fused, local)
+        nested: dict[str, Nested] = {}
+        if done:
+            planes = self.writer.read_shard(shard)
+            for name in weights:
+                full = p + name.removeprefix(local)
+                nested[name] = Nested.from_planes(planes, full, self.recipe.group_size)
+        else:
+            rows, planes = [], {}
+            for name, W in weights.items():
+                full = p + name.removeprefix(local)
+                H = hessians.take(name)
+                nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full)
+                rows.append(row)
+                planes |= nested[name].planes(full)
+            planes |= {n: w.numpy() for n, w in layers.head_norms(fused, p).items()}
+            self.writer.shard(shard, planes, rows)
+        self._rows += self.writer.read_report(shard)
+        checked.layer(fused, backend, nested)
+
+    def _head(self, states: list[Tensor], checked: HeldOut) -> fmt.Agreement:
+        name = "embed" if self.spec.tied_embedding else "head"
+        head = rotate_head(self.source.tensor(name), self.source.tensor("norm"), self._r1)
+        if self.writer.has("head"):
+            nested = Nested.from_planes(
+                self.writer.read_shard("head"), "head", self.recipe.group_size
+            )
+        else:
+            hessians = HessianSum()
+            for x in states:
+                mean = (x * x).mean(-1, keepdim=True)
+                hessians.observe("head", x * torch.rsqrt(mean + self.spec.rms_norm_eps))
+            nested, row = nest_matrix(head, None, hessians.take("head"), self.recipe, "head")
+            self.writer.shard("head", nested.planes("head"), [row])
+        self._rows += self.writer.read_report("head")
+        return checked.head(head, nested)
+
+    def fused_layer(self, i: int) -> FusedLayer:
+        """Read, fuse and rotate one layer of the source."""
+        prefix = f"layers.{i}."
+        tensors = {n: self.source.tensor(prefix + n) for n in layer_tensors(self.spec)}
+        r2 = None
+        if self._r1 is not None:
+            r2 = random_rotation(self.spec.head_dim, self.options.seed * 1_000_003 + i + 1)
+        return fuse_layer(tensors, self.spec, self._r1, r2)
+
+    def _manifest(self, agreement: fmt.Agreement) -> fmt.Manifest:
+        o = self.options
+        solved = [r for r in self._rows if "clipped_share" in r]
+        weights = [r["shape"][0] * r["shape"][1] for r in solved]
+        clipped = sum(r["clipped_share"] * w for r, w in zip(solved, weights, strict=True))
+        manifest = fmt.Manifest(
+            format=fmt.FORMAT,
+            version=fmt.VERSION,
+            spec=self.spec,
+            text=self.source.text,
+            group_size=self.recipe.group_size,
+            rotation=self._rotation(),
+            options=fmt.Options(
+                base=o.base,
+                refine=o.refine,
+                bound=o.bound,
+                seed=o.seed,
+                calibration=self._calibration_name,
+                calibration_tokens=o.calibration_tokens,
+            ),
+            provenance=self.source.provenance,
+            tokenizer_sha256=digest(self.source.tokenizer_json),
+            planes=self.writer.planes(self.shards),
+            clipped_share=round(clipped / sum(weights), 5),
+            agreement=agreement,
+        )
+        fmt.check_manifest(manifest, str(self.writer.partial))
+        return manifest
+
+
+def layer_tensors(spec: ModelSpec) -> list[str]:
+    """Return the canonical short names of one layer's tensors."""
+    from edge_runtime.convert.source import tensor_shapes
+
+    prefix = "layers.0."
+    return [n.removeprefix(prefix) for n, _ in tensor_shapes(spec) if n.startswith(prefix)]
+
+
+__all__ = ["Conversion", "ConvertOptions", "Rotation", "layer_tensors"]

@@ -1,0 +1,132 @@
+"""Where draft tokens come from. A draft is a guess: no source can change what is emitted.
+
+Invariant: a source sees the tokens so far and returns at most `gamma` ids; the base source also
+writes cache slots past the committed length, all of which verification overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from edge_runtime.cache.policy import KvPolicy
+from edge_runtime.errors import UsageError
+from edge_runtime.kernels.layout import MAX_GAMMA
+from edge_runtime.kernels.ops import Cache, Logits
+from edge_runtime.model.runner import Model
+
+SourceName = Literal["base", "ngram", "both"]
+NGRAM_SIZES = (4, 3, 2)  # the longest match is tried first
+BASE_GAMMA = 4  # the paper's best (BitNest 5.1)
+NGRAM_GAMMA = MAX_GAMMA
+
+
+class DraftSource(Protocol):
+    """Proposes the next tokens."""
+
+    def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
+        """Return up to `gamma` ids after `tokens`, whose last is at absolute position `start`."""
+        ...
+
+
+Pick = Callable[[Logits, int, list[int]], int]
+"""(logits of one row, position of the token, tokens drafted before it) -> id."""
+
+
+class BaseDraft:
+    """Decode with the base plane, one token a pass, reading the cache as the policy says."""
+
+    def __init__(self, model: Model, cache: Cache, policy: KvPolicy, pick: Pick) -> None:
+        self._model, self._cache, self._policy, self._pick = model, cache, policy, pick
+
+    def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
+        """Return `gamma` ids."""
+        drafted: list[int] = []
+        last = tokens[-1]
+        for i in range(gamma):
+            logits = self._model.forward(
+                "w4", [last], start + i, self._cache, policy=self._policy
+            )
+            last = self._pick(logits, start + i + 1, drafted)
+            drafted.append(last)
+        return drafted
+
+
+class NgramDraft:
+    """Continue the way the last few tokens continued before, in the prompt or in the answer."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
+        """Return up to `gamma` ids; none without a match."""
+        self._index(tokens)
+        return self.extend(tokens, [], gamma)
+
+    def extend(self, tokens: Sequence[int], drafted: list[int], gamma: int) -> list[int]:
+        """Return up to `gamma` ids that continue tokens + drafted."""
+        tail = [*tokens[-max(NGRAM_SIZES) :], *drafted][-max(NGRAM_SIZES) :]
+        for n in NGRAM_SIZES:
+            at = self._next.get(tuple(tail[-n:])) if len(tail) >= n else None
+            if at is not None:
+                found = list(tokens[at : at + gamma])
+                rows = [i for i, token in enumerate(found) if token < 0]  # embedding rows: no ids
+                return found[: rows[0]] if rows else found
+        return []
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Note, for every n-gram that ends before the last token, where it was continued."""
+        if self._indexed > len(tokens):  # another sequence
+            self._next.clear()
+            self._indexed = 0
+        for end in range(max(self._indexed, 1), len(tokens)):
+            for n in NGRAM_SIZES:
+                if end >= n:
+                    self._next[tuple(tokens[end - n : end])] = end
+        self._indexed = len(tokens)
+
+
+class BothDraft:
+    """Base tokens first, then what an n-gram match adds for nothing, up to the longest cycle."""
+
+    def __init__(self, base: BaseDraft, ngram: NgramDraft) -> None:
+        self._base, self._ngram = base, ngram
+
+    def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
+        """Return up to `gamma` ids, of which at most half come from the base plane."""
+        head = self._base.propose(tokens, start, (gamma + 1) // 2)
+        self._ngram.propose(tokens, start, 0)
+        return head + self._ngram.extend(tokens, head, gamma - len(head))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """How many tokens are drafted a cycle (0: none), from where, and why."""
+
+    gamma: int
+    source: SourceName
+    why: str
+
+
+def choose_draft(gamma: str, source: str, view: str, backend: str) -> DraftChoice:
+    """Resolve --draft auto|off|N and --draft-source auto|base|ngram|both. Raises UsageError."""
+    if source not in ("auto", "base", "ngram", "both"):
+        raise UsageError(f"draft source: expected auto, base, ngram or both, got {source!r}")
+    if view != "nest":
+        return DraftChoice(0, "base", f"view {view} decodes one token at a time")
+    if gamma == "off" or gamma == "0":
+        return DraftChoice(0, "base", "drafting is off")
+    if gamma != "auto":
+        if not gamma.isdecimal() or not 0 <= int(gamma) <= MAX_GAMMA:
+            raise UsageError(f"draft: expected auto, off or 0…{MAX_GAMMA}, got {gamma!r}")
+        chosen: SourceName = "base" if source == "auto" else source  # type: ignore[assignment]
+        return DraftChoice(int(gamma), chosen, "as asked")
+    if source == "auto":
+        if backend == "reference":
+            why = "on this backend a base step costs as much as a target step; look-up is free"
+            return DraftChoice(NGRAM_GAMMA, "ngram", why)
+        return DraftChoice(BASE_GAMMA, "base", "the paper's best draft length")
+    length = BASE_GAMMA if source == "base" else NGRAM_GAMMA
+    return DraftChoice(length, source, "the usual length for this source")  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""The engine: one model, one KV cache, one generation at a time.
+
+Invariant: memory is allocated when it is opened, within the budget, and a request beyond the
+context is refused with the numbers before anything runs. The cache always holds a known prefix
+(`_keys`), so a prompt that begins with it is not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import numpy as np
+import psutil
+
+from edge_runtime import kernels
+from edge_runtime.cache.policy import KV8, KvPolicy, parse_policy
+from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
+from edge_runtime.decode.generation import Generation
+from edge_runtime.decode.request import Key, Prompt, Span
+from edge_runtime.decode.sampling import Sampling
+from edge_runtime.errors import BudgetError, ContextError, UsageError
+from edge_runtime.format.reader import Checkpoint
+from edge_runtime.format.spec import ModelSpec, TextSpec
+from edge_runtime.kernels.layout import kv_stored_per_token_bytes
+from edge_runtime.kernels.ops import View
+from edge_runtime.model.load import model_weights
+from edge_runtime.model.runner import DEFAULT_CHUNK, Model
+from edge_runtime.model.transformer import geometry
+from edge_runtime.text.stream import TextStream
+from edge_runtime.text.template import ChatTemplate
+from edge_runtime.text.tokenizer import Tokenizer
+
+Views = Literal["nest", "w8", "w4", "fp"]
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Messages | Sequence[int] | Sequence[Span]
+
+
+class Engine:
+    """Open with `Engine.open`; use as a context manager."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        text: TextSpec,
+        *,
+        view: Views,
+        context: int,
+        draft: DraftChoice,
+        policy: KvPolicy = KV8,
+        backend_why: str = "",
+        chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`."""
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self.view, self.context, self.draft, self.policy = view, context, draft, policy
+        self.backend_name, self.backend_why = model.backend.name, backend_why
+        self.chunk = chunk
+        self.eos_ids = frozenset(text.eos_ids)
+        self.target_view: View = "w8" if view == "nest" else view
+        self.cache = model.backend.new_cache(context)
+        self.template = ChatTemplate(
+            text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
+        )
+        self._keys: list[Key] = []
+        self._running: Generation | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        backend: str = "auto",
+        view: str = "nest",
+        draft: str | int = "auto",
+        draft_source: str = "auto",
+        kv_policy: str = "auto",
+        ctx: str | int = "auto",
+        budget_bytes: int | None = None,
+        reserve_bytes: int = 0,
+        threads: int | None = None,
+    ) -> Engine:
+        """Open a converted model.
+
+        view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick of the
+        contract) or w4. draft: auto, off or 0…7. Raises CheckpointError, BackendUnavailable,
+        BudgetError, UsageError.
+        """
+        if view not in ("nest", "w8", "w4"):
+            raise UsageError(
+                f"view: expected nest, w8 or w4, got {view!r}",
+                "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
+            )
+        checkpoint = Checkpoint(Path(path))
+        manifest = checkpoint.manifest
+        name, why = kernels.choose_backend(backend)
+        context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
+        policy = KV8 if kv_policy == "auto" else parse_policy(kv_policy)
+        choice = choose_draft(str(draft), draft_source, view, name)
+        weights = model_weights(checkpoint.plane, manifest, context)
+        shape = geometry(
+            manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3
+        )
+        model = Model(
+            manifest.spec,
+            kernels.open_backend(name, weights, shape, threads),
+            r1=None if manifest.rotation.kind == "none" else checkpoint.plane("r1"),
+            r1_scale=manifest.rotation.scale,
+        )
+        return cls(
+            model,
+            Tokenizer.from_json(checkpoint.tokenizer_json(), manifest.text.eos_ids),
+            manifest.text,
+            view=cast(Views, view),
+            context=context,
+            draft=choice,
+            policy=policy,
+            backend_why=why,
+        )
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        allowed_ids: Sequence[int] | None = None,
+        deadline_s: float | None = None,
+        draft_source: DraftSource | None = None,
+    ) -> Generation:
+        """Start a generation and return it: an iterator of tokens with `.result`.
+
+        prompt: text (completed as it is), chat messages, token ids, or spans of ids and embedding
+        rows fp32 [n, H] in the original model's basis. max_new_tokens None: up to the context.
+        allowed_ids: the only ids that may be chosen. deadline_s: return what is there by then,
+        flagged `late`. Starting a new generation ends one that was left unfinished. Raises
+        UsageError and, for a prompt that does not fit, ContextError.
+        """
+        self.end_running()
+        parsed = Prompt(self._spans(prompt), self.model.spec.hidden_size, self._num_tokens)
+        room = self.context - len(parsed)
+        if room < 1:
+            raise ContextError(
+                f"the prompt has {len(parsed)} tokens, the context holds {self.context} "
+                "and at least 1 must be left for the answer",
+                f"shorten the prompt, or allocate more: --ctx up to {self.model.spec.max_position}",
+            )
+        wanted = room if max_new_tokens is None else max_new_tokens
+        if wanted < 1:
+            raise UsageError(f"max_new_tokens: expected at least 1, got {wanted}")
+        if allowed_ids is not None:
+            self._check_allowed(allowed_ids)
+        self._running = Generation(
+            self,
+            parsed,
+            max_new_tokens=min(wanted, room),
+            sampling=sampling or Sampling(),
+            stop=tuple(stop),
+            ignore_eos=ignore_eos,
+            allowed_ids=allowed_ids,
+            deadline_s=deadline_s,
+            draft_source=draft_source,
+        )
+        return self._running
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Render messages with the model's chat template. Raises UsageError without one."""
+        t = self.text
+        return self.template.encode(
+            self.tokenizer, messages, bos_id=t.bos_id, add_bos=t.add_bos
+        )
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text, BOS first if the model wants one; special names stay text."""
+        ids = self.tokenizer.encode(text, allow_special=False)
+        t = self.text
+        return [t.bos_id, *ids] if t.add_bos and t.bos_id is not None else ids
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: weights as the backend holds them, KV cache, the rest, and the process's peak."""
+        process = psutil.Process().memory_info()
+        weights, kv = self.model.backend.weights_bytes, self.kv_bytes
+        return {
+            "weights_bytes": weights,
+            "kv_bytes": kv,
+            "workspace_bytes": max(0, process.rss - weights - kv),
+            "peak_bytes": peak_rss_bytes(),
+        }
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the allocated cache."""
+        s = self.model.spec
+        return self.context * kv_stored_per_token_bytes(s.num_layers, s.num_kv_heads, s.head_dim)
+
+    def close(self) -> None:
+        """End a running generation and free the weights."""
+        self.end_running()
+        self.model.backend.close()
+
+    def __enter__(self) -> Engine:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # for Generation
+
+    def reuse(self, keys: list[Key]) -> int:
+        """Cut the cache to the prefix it shares with `keys` (never all of it); return its length."""
+        shared = 0
+        for mine, theirs in zip(self._keys, keys[:-1], strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        del self._keys[shared:]
+        return shared
+
+    def filled(self, keys: Sequence[Key]) -> None:
+        """Note that the next positions of the cache hold these."""
+        self._keys.extend(keys)
+
+    def ended(self, generation: Generation) -> None:
+        """Note that a generation is over."""
+        if self._running is generation:
+            self._running = None
+
+    def end_running(self) -> None:
+        """End a generation that was left unfinished."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def new_stream(self, stop: Sequence[str]) -> TextStream:
+        """Return a detokeniser for one answer."""
+        return TextStream(self.tokenizer, stop)
+
+    @property
+    def _num_tokens(self) -> int:
+        return min(self.text.num_tokens, self.model.spec.vocab_size)
+
+    def _spans(self, prompt: PromptLike) -> list[Span]:
+        if isinstance(prompt, str):
+            return [self.encode_text(prompt)]
+        items = list(prompt)
+        if items and all(isinstance(i, Mapping) for i in items):
+            return [self.encode_chat(cast(Messages, items))]
+        if all(isinstance(i, (int, np.integer)) for i in items):
+            return [[int(cast(int, i)) for i in items]]
+        if all(isinstance(i, (np.ndarray, list, tuple)) for i in items):
+            return cast("list[Span]", items)
+        raise UsageError(
+            "prompt: expected text, messages, token ids, or spans of ids and embedding rows"
+        )
+
+    def _check_allowed(self, allowed_ids: Sequence[int]) -> None:
+        if len(allowed_ids) == 0:
+            raise UsageError("allowed_ids: expected at least one id, got none")
+        for i in allowed_ids:
+            if not 0 <= i < self._num_tokens:
+                raise UsageError(f"allowed_ids: expected 0…{self._num_tokens - 1}, got {i}")
+
+
+def fit_context(
+    spec: ModelSpec,
+    ctx: str | int,
+    backend: str,
+    budget_bytes: int | None,
+    reserve_bytes: int,
+) -> int:
+    """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
+
+    Raises BudgetError with the numbers, UsageError for an impossible value.
+    """
+    available = psutil.virtual_memory().available - reserve_bytes
+    limit = available if budget_bytes is None else min(available, budget_bytes)
+    per_token = kv_stored_per_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    fixed = kernels.fixed_bytes(spec_weights(spec), spec.vocab_size * spec.hidden_size, backend)
+    fits = max(0, (limit - fixed) // per_token)
+    if ctx == "auto":
+        context = min(spec.max_position, fits)
+    else:
+        if not str(ctx).isdecimal() or int(ctx) < 2:
+            raise UsageError(f"context: expected auto or a number >= 2, got {ctx}")
+        context = int(ctx)
+        if context > spec.max_position:
+            raise UsageError(
+                f"context: this model was made for at most {spec.max_position} positions, "
+                f"got {context}"
+            )
+    if context > fits or context < 2:
+        raise BudgetError(
+            f"memory: weights and workspace take about {fixed / 2**20:.0f} MiB and "
+            f"{max(context, 2)} tokens of context {max(context, 2) * per_token / 2**20:.0f} MiB, "
+            f"{limit / 2**20:.0f} MiB are available",
+            f"the largest context that fits is {fits}" if fits >= 2 else "use a smaller model",
+        )
+    return context
+
+
+def spec_weights(spec: ModelSpec) -> int:
+    """Number of weights in all linears."""
+    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

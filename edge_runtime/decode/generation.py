@@ -1,0 +1,259 @@
+"""One generation: prefill, then cycles of draft, verify, accept, commit (BitNest 3.1; DESIGN 6).
+
+Invariant: emitted tokens are those of the target decoding one at a time. A cycle feeds the last
+token t0 and the draft d1…dγ at their positions with the target view, which overwrites whatever the
+draft wrote there; row i chooses the token after d_i, and rows are taken while they agree with the
+draft, plus the first that does not (the bonus). The cache is valid up to, not including, the last
+emitted token.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_runtime.decode.draft import (
+    BaseDraft,
+    BothDraft,
+    DraftChoice,
+    DraftSource,
+    NgramDraft,
+)
+from edge_runtime.decode.request import DraftStats, FinishReason, Prompt, Result, Token
+from edge_runtime.decode.sampling import Sampling, choose
+from edge_runtime.kernels.ops import Logits
+from edge_runtime.text.stream import Piece
+
+if TYPE_CHECKING:
+    from edge_runtime.decode.engine import Engine
+
+
+class Generation:
+    """An iterator of tokens; afterwards (or after a break) `result` holds the figures."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        allowed_ids: Sequence[int] | None,
+        deadline_s: float | None,
+        draft_source: DraftSource | None,
+    ) -> None:
+        """Made by `Engine.generate`, which checks the arguments."""
+        self._engine, self._prompt, self._sampling = engine, prompt, sampling
+        self._max_new = max_new_tokens
+        self._ignore_eos = ignore_eos
+        self._allowed: npt.NDArray[np.int64] | None = None
+        if allowed_ids is not None:
+            self._allowed = np.unique(np.asarray(allowed_ids, dtype=np.int64))
+        self._started = time.perf_counter()
+        self._deadline = None if deadline_s is None else self._started + deadline_s
+        self._cancelled = threading.Event()
+        self._answer: list[int] = []
+        self._stats = DraftStats()
+        self._stream = engine.new_stream(stop)
+        self._source = draft_source or self._own_source(engine.draft)
+        self.result = Result(
+            prompt_tokens=len(prompt),
+            backend=engine.backend_name,
+            view=engine.view,
+            kv_policy=str(engine.policy),
+            context_max=engine.context,
+            draft_why=engine.draft.why,
+            seed=sampling.seed,
+        )
+        self._tokens = self._run()
+
+    def __iter__(self) -> Iterator[Token]:
+        """Yield tokens as they are verified."""
+        return self
+
+    def __next__(self) -> Token:
+        """Return the next token."""
+        return next(self._tokens)
+
+    def cancel(self) -> None:
+        """Stop within one cycle; may be called from another thread or a signal handler."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """End it now; what was emitted stays."""
+        self._tokens.close()
+
+    def complete(self) -> Result:
+        """Run to the end and return the result."""
+        for _ in self:
+            pass
+        return self.result
+
+    # how a token is chosen
+
+    def _pick(self, logits: Logits, position: int, drafted: list[int]) -> int:
+        """Choose from one row of logits."""
+        if self._sampling.plain_greedy:
+            return logits.argmax(self._allowed)[0]
+        return self._choose(logits.numpy()[0], position, drafted)
+
+    def _choose(self, row: npt.NDArray[np.float32], position: int, drafted: list[int]) -> int:
+        answer = [*self._answer, *drafted]
+        return choose(row, position, self._prompt.ids, answer, self._sampling, self._allowed)
+
+    def _own_source(self, choice: DraftChoice) -> DraftSource | None:
+        if choice.gamma == 0:
+            return None
+        engine = self._engine
+        ngram = NgramDraft()
+        if choice.source == "ngram":
+            return ngram
+        base = BaseDraft(engine.model, engine.cache, engine.policy, self._pick)
+        return base if choice.source == "base" else BothDraft(base, ngram)
+
+    # the run
+
+    def _run(self) -> Iterator[Token]:
+        reason: FinishReason = "cancelled"
+        try:
+            logits = self._prefill()
+            if logits is None:
+                reason = self._why_stopped() or "cancelled"
+                return
+            first = self._pick(logits, len(self._prompt), [])
+            self.result.ttft_s = time.perf_counter() - self._started
+            pending = [first]
+            while True:
+                for token in pending:
+                    self._answer.append(token)
+                    ended = self._ended(token)
+                    text, stopped = self._emit(token, ended)
+                    if stopped:
+                        ended = "stop"
+                    if ended:
+                        reason = ended
+                    yield Token(token, text)
+                    if ended:
+                        return
+                if why := self._why_stopped():
+                    reason = why
+                    return
+                cycle_started = time.perf_counter()
+                pending = self._cycle()
+                self.result.decode_s += time.perf_counter() - cycle_started
+        finally:
+            self._finish(reason)
+
+    def _prefill(self) -> Logits | None:
+        """Fill the cache with what of the prompt is not in it; None if stopped on the way."""
+        engine, prompt = self._engine, self._prompt
+        reused = engine.reuse(prompt.keys)
+        self.result.cached_tokens = reused
+        started = time.perf_counter()
+        logits: Logits | None = None
+        for at, part in prompt.parts(reused):
+            done, logits = engine.model.prefill(
+                engine.target_view,
+                part,
+                at,
+                engine.cache,
+                chunk=engine.chunk,
+                want_logits=at + len(part) == len(prompt),
+                proceed=lambda _: self._why_stopped() is None,
+            )
+            engine.filled(prompt.keys[at : at + done])
+            if done < len(part) or (logits is None and self._why_stopped()):
+                return None
+        seconds = time.perf_counter() - started
+        self.result.prefill_tok_s = (len(prompt) - reused) / seconds
+        return logits
+
+    def _cycle(self) -> list[int]:
+        """Draft, verify, accept, commit; return the tokens that follow the last one."""
+        engine, prompt = self._engine, self._prompt
+        start = len(prompt) + len(self._answer) - 1  # position of the last token
+        left = self._max_new - len(self._answer)
+        gamma = min(engine.draft.gamma, left - 1, engine.context - 1 - start)
+        draft: list[int] = []
+        if self._source is not None and gamma > 0:
+            tokens = prompt.ids + self._answer
+            draft = self._source.propose(tokens, start, gamma)[:gamma]
+        rows = [self._answer[-1], *draft]
+        logits = engine.model.forward(
+            engine.target_view, rows, start, engine.cache, num_logits=len(rows)
+        )
+        chosen = self._accept(logits, start, draft)
+        engine.filled(rows[: len(chosen)])
+        self._stats.cycles += 1
+        self._stats.gamma_total += len(draft)
+        self._stats.drafted += len(draft)
+        self._stats.accepted += len(chosen) - 1
+        self._stats.emitted += len(chosen)
+        return chosen
+
+    def _accept(self, logits: Logits, start: int, draft: list[int]) -> list[int]:
+        """Return the target's tokens: the agreeing prefix of the draft and one more."""
+        greedy = logits.argmax(self._allowed) if self._sampling.plain_greedy else None
+        scores = None if greedy is not None else logits.numpy()
+        chosen: list[int] = []
+        for i in range(len(draft) + 1):
+            if greedy is not None:
+                token = greedy[i]
+            else:
+                assert scores is not None
+                token = self._choose(scores[i], start + i + 1, chosen)
+            chosen.append(token)
+            if i == len(draft) or token != draft[i]:
+                break
+        return chosen
+
+    # ends
+
+    def _ended(self, token: int) -> FinishReason | None:
+        if token in self._engine.eos_ids and not self._ignore_eos:
+            return "eos"
+        if len(self._answer) >= self._max_new:
+            return "length"
+        return None
+
+    def _emit(self, token: int, ended: FinishReason | None) -> tuple[str, bool]:
+        """Return the text that may be shown now and whether a stop string was met."""
+        if self._stream is None:
+            return "", False
+        piece = Piece("") if ended == "eos" else self._stream.push(token)
+        text, stop = piece.text, piece.stop
+        if ended and stop is None:
+            last = self._stream.flush()
+            text, stop = text + last.text, last.stop
+        self.result.text += text
+        return text, stop is not None
+
+    def _why_stopped(self) -> FinishReason | None:
+        if self._cancelled.is_set():
+            return "cancelled"
+        if self._deadline is not None and time.perf_counter() >= self._deadline:
+            return "deadline"
+        return None
+
+    def _finish(self, reason: FinishReason) -> None:
+        r, engine = self.result, self._engine
+        r.finish_reason = reason
+        r.late = reason == "deadline"
+        r.token_ids = list(self._answer)
+        if reason == "eos":
+            r.token_ids.pop()
+        r.new_tokens = len(self._answer)
+        if self._stream is not None and reason in ("cancelled", "deadline"):
+            r.text += self._stream.flush().text
+        emitted = self._stats.emitted
+        r.decode_tok_s = emitted / r.decode_s if r.decode_s else 0.0
+        r.draft = self._stats.as_dict()
+        r.memory = engine.memory()
+        engine.ended(self)

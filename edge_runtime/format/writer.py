@@ -1,0 +1,132 @@
+"""Write a checkpoint: shards into a partial folder, each atomically, then one rename.
+
+Invariant: the final folder either does not exist or is complete. A partial folder may be continued:
+a shard is there whole or not at all, and `resume/identity` says which conversion it belongs to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from edge_runtime.errors import CheckpointError, UsageError
+from edge_runtime.format.manifest import MANIFEST, TOKENIZER, Manifest, Plane
+
+DTYPE_NAMES = {"uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "float32": "F32"}
+RESUME = "resume"  # what only a continued conversion needs; removed last
+
+
+class CheckpointWriter:
+    """Writes into `<out>.partial`; `finish` renames it to `out`."""
+
+    def __init__(self, out: Path, identity: str) -> None:
+        """identity: a digest of source and options; another conversion's leftovers are refused.
+
+        Raises UsageError if `out` exists, CheckpointError if the partial folder is another's.
+        """
+        self.out = out
+        self.partial = out.with_name(out.name + ".partial")
+        if out.exists():
+            raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
+        state = self.partial / RESUME / "identity"
+        if self.partial.exists() and (
+            not state.is_file() or state.read_text() != identity
+        ):
+            raise UsageError(
+                f"{self.partial}: holds a conversion of another model or with other options",
+                f"remove it to start again: rm -r {self.partial}",
+            )
+        state.parent.mkdir(parents=True, exist_ok=True)
+        if not state.exists():
+            write_atomic(state, identity.encode())
+
+    def has(self, shard: str) -> bool:
+        """Whether a shard and its report are already written (from an earlier, stopped run)."""
+        return (self.partial / f"{shard}.safetensors").is_file() and self._report(
+            shard
+        ).is_file()
+
+    def _report(self, shard: str) -> Path:
+        return self.partial / RESUME / f"{shard}.json"
+
+    def shard(self, shard: str, planes: dict[str, npt.NDArray[Any]], report: Any) -> None:
+        """Write one shard, then its report, each atomically."""
+        file = self.partial / f"{shard}.safetensors"
+        temporary = file.with_suffix(".tmp")
+        save_file({n: np.ascontiguousarray(p) for n, p in planes.items()}, temporary)
+        _sync(temporary)
+        temporary.replace(file)
+        write_atomic(self._report(shard), msgspec.json.encode(report))
+
+    def read_shard(self, shard: str) -> dict[str, npt.NDArray[Any]]:
+        """Read back a shard that an earlier run wrote. Raises CheckpointError if it is damaged."""
+        file = self.partial / f"{shard}.safetensors"
+        try:
+            with safe_open(file, framework="np") as f:
+                return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(
+                f"{file}: cannot be read back ({e})", f"remove it and convert again: rm {file}"
+            ) from e
+
+    def read_report(self, shard: str) -> Any:
+        """Read back the report of a shard."""
+        return msgspec.json.decode(self._report(shard).read_bytes())
+
+    def planes(self, shards: list[str]) -> dict[str, Plane]:
+        """Return the manifest entries of all shards, hashed from disk."""
+        entries: dict[str, Plane] = {}
+        for shard in shards:
+            for name, data in self.read_shard(shard).items():
+                entries[name] = Plane(
+                    file=f"{shard}.safetensors",
+                    dtype=DTYPE_NAMES[data.dtype.name],  # type: ignore[arg-type]
+                    shape=tuple(data.shape),
+                    sha256=hashlib.sha256(np.ascontiguousarray(data)).hexdigest(),
+                )
+        return entries
+
+    def finish(self, manifest: Manifest, tokenizer_json: str, report: Any) -> None:
+        """Write manifest, tokenizer and report, clear what only a resume needs, rename."""
+        write_atomic(self.partial / TOKENIZER, tokenizer_json.encode())
+        write_atomic(self.partial / "report.json", _pretty(report))
+        write_atomic(self.partial / MANIFEST, _pretty(manifest))
+        for file in self.partial.glob("*.tmp"):
+            file.unlink()
+        self.partial.rename(self.out)
+        shutil.rmtree(self.out / RESUME, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove the partial folder."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def digest(text: str) -> str:
+    """sha256 of a string, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    _sync(temporary)
+    temporary.replace(path)
+
+
+def _pretty(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as f:
+        os.fsync(f.fileno())

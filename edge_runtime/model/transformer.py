@@ -1,0 +1,86 @@
+"""The model, once: a decoder-only transformer as a flat program of fused ops.
+
+Invariant: it knows no backend and no row count; llama, qwen2 and qwen3 differ only in biases
+(carried by the weights) and head norms. One token's way: embed -> per layer (norm, qkv, rope and
+cache, attention, o + residual, norm, gate|up, silu·mul, down + residual) -> norm -> head.
+"""
+
+from __future__ import annotations
+
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels import ops
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of every fused linear by name, in execution order, the head last."""
+    H, F = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, int]] = {}
+    for i in range(spec.num_layers):
+        p = f"layers.{i}."
+        shapes[p + "qkv"] = (spec.q_size + 2 * spec.kv_size, H)
+        shapes[p + "o"] = (H, spec.q_size)
+        shapes[p + "gate_up"] = (2 * F, H)
+        shapes[p + "down"] = (H, F)
+    shapes["head"] = (spec.vocab_size, H)
+    return shapes
+
+
+def linear_biases(spec: ModelSpec) -> dict[str, bool]:
+    """Return which fused linear of a layer has a bias."""
+    return {
+        "qkv": spec.qkv_bias,
+        "o": spec.o_bias,
+        "gate_up": spec.mlp_bias,
+        "down": spec.mlp_bias,
+    }
+
+
+def geometry(spec: ModelSpec, num_tokens: int, *, rotate_kv: bool = False) -> ops.Geometry:
+    """Return the sizes that a backend needs."""
+    return ops.Geometry(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_tokens=min(num_tokens, spec.vocab_size),
+        rotate_kv=rotate_kv,
+    )
+
+
+def layer_program(spec: ModelSpec, layer: int, view: ops.View) -> ops.Program:
+    """One layer: register "x" [M, H] -> "x"."""
+    p, eps = f"layers.{layer}.", spec.rms_norm_eps
+    return (
+        ops.NormQuantise("x", "a", eps),
+        ops.Linear("a", p + "qkv", "qkv", view),
+        ops.RopeKv("qkv", "q", layer, eps, spec.qk_norm),
+        ops.Attention("q", "att", layer),
+        ops.Quantise("att", "a"),
+        ops.Linear("a", p + "o", "x", view, residual="x"),
+        ops.NormQuantise("x", "a", eps),
+        ops.Linear("a", p + "gate_up", "gu", view),
+        ops.SiluMulQuantise("gu", "a"),
+        ops.Linear("a", p + "down", "x", view, residual="x"),
+    )
+
+
+def head_program(spec: ModelSpec, view: ops.View) -> ops.Program:
+    """Register "x" -> "logits" of the rows that are asked for."""
+    return (
+        ops.SelectRows("x", "y"),
+        ops.NormQuantise("y", "a", spec.rms_norm_eps),
+        ops.Linear("a", "head", "logits", view),
+    )
+
+
+def model_program(spec: ModelSpec, view: ops.View, *, logits: bool = True) -> ops.Program:
+    """The whole model; without logits for the chunks of a prompt that only fill the cache."""
+    program: list[ops.Op] = [ops.Embed("x")]
+    for layer in range(spec.num_layers):
+        program += layer_program(spec, layer, view)
+    if logits:
+        program += head_program(spec, view)
+    return tuple(program)

@@ -1,0 +1,74 @@
+"""Backends by name, and why one is or is not there. Imports no torch until a backend is opened.
+
+Invariant: `backend_status` says for every backend whether it can run here and the reason; nothing
+falls back without that reason being shown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from edge_runtime.errors import BackendUnavailable, UsageError
+from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
+
+BACKENDS = ("reference", "cpu", "cuda")
+RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
+TORCH_HINT = (
+    "install it with: pip install torch==2.13.0 (on a Jetson use NVIDIA's build for your JetPack)"
+)
+
+
+def backend_status() -> list[tuple[str, bool, str]]:
+    """Return (name, available, reason) for every backend."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    return [
+        (
+            "reference",
+            has_torch,
+            "plain torch on the CPU, the definition of every op"
+            if has_torch
+            else "torch is not installed",
+        ),
+        ("cpu", False, "this version has no native CPU kernels yet"),
+        ("cuda", False, "this version has no CUDA kernels yet"),
+    ]
+
+
+def choose_backend(name: str) -> tuple[str, str]:
+    """Resolve `auto` and check availability; return (name, why). Raises BackendUnavailable."""
+    status = {n: (ok, reason) for n, ok, reason in backend_status()}
+    if name == "auto":
+        for candidate in ("cuda", "cpu", "reference"):
+            if status[candidate][0]:
+                return candidate, status[candidate][1]
+        reasons = "; ".join(f"{n}: {r}" for n, (_, r) in status.items())
+        raise BackendUnavailable(f"no backend can run here ({reasons})", TORCH_HINT)
+    if name not in status:
+        raise UsageError(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {name!r}")
+    ok, reason = status[name]
+    if not ok:
+        hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"
+        raise BackendUnavailable(f"backend {name} is not available: {reason}", hint)
+    return name, reason
+
+
+def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
+    """Upper estimate of what a backend holds besides the KV cache."""
+    assert backend == "reference", backend
+    views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
+    wide = num_embedding * 8  # the largest linear once in fp64, for prompts
+    return views + wide + num_embedding + RUNTIME_BYTES
+
+
+def open_backend(
+    name: str, weights: ModelWeights, geometry: Geometry, threads: int | None = None
+) -> Backend:
+    """Make a backend that `choose_backend` has approved; threads None keeps the default."""
+    assert name == "reference", name
+    import torch
+
+    from edge_runtime.kernels.reference.ops import ReferenceBackend
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ReferenceBackend(weights, geometry)

@@ -1,0 +1,80 @@
+"""Storage of the nested KV cache for the reference backend: packed planes, as on any device.
+
+Invariant: a token is written whole (both planes and scales, K and V) and never partly; what lies
+past a sequence's length is dead and may be overwritten at any time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edge_runtime.kernels.layout import KV_BLOCK, padded
+from edge_runtime.kernels.ops import Geometry
+
+
+class NestedCache:
+    """base, refine: uint8 [L, 2, T, Hkv, D/2], byte i packs dims (i, i + D/2), low nibble first,
+    base as two's complement, refinement + 8. scale: fp16 [L, 2, T, Hkv]. T is whole blocks."""
+
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
+        g = geometry
+        self.capacity = capacity
+        shape = (g.num_layers, 2, padded(capacity, KV_BLOCK), g.num_kv_heads)
+        self.base = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8)
+        self.refine = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8)
+        self.scale = torch.zeros(*shape, dtype=torch.float16)
+
+    def write(
+        self, layer: int, kind: int, positions: Tensor, nested: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Store (q4, q_r, scale) of rows at `positions`; kind 0 is K, 1 is V."""
+        q4, qr, s = nested
+        self.base[layer, kind, positions] = _pack(q4.to(torch.int32) & 15)
+        self.refine[layer, kind, positions] = _pack(qr.to(torch.int32) + 8)
+        self.scale[layer, kind, positions] = s
+
+    def read(self, layer: int, kind: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (16·q4, q_r, scale) as fp32 for the first `length` tokens: [T, Hkv, D], [T, Hkv]."""
+        b = self.base[layer, kind, :length]
+        r = self.refine[layer, kind, :length]
+        high = torch.cat(((b << 4).view(torch.int8), (b & 0xF0).view(torch.int8)), -1)
+        low = torch.cat((r & 15, r >> 4), -1)
+        return high.float(), low.float() - 8.0, self.scale[layer, kind, :length].float()
+
+    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+        """Return copies of the first `length` tokens of every plane."""
+        parts = {"base": self.base, "refine": self.refine, "scale": self.scale}
+        return {name: np.array(t[:, :, :length].numpy()) for name, t in parts.items()}
+
+    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+        """Overwrite the first tokens."""
+        for name, part in planes.items():
+            getattr(self, name)[:, :, : part.shape[2]] = torch.from_numpy(part)
+
+
+class PlainCache:
+    """The simplest correct cache, fp32 and unquantised: for the `fp` view and as a test double."""
+
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
+        g = geometry
+        self.capacity = capacity
+        self.kv = torch.zeros(g.num_layers, 2, capacity, g.num_kv_heads, g.head_dim)
+
+    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+        """Return a copy of the first `length` tokens."""
+        return {"kv": np.array(self.kv[:, :, :length].numpy())}
+
+    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+        """Overwrite the first tokens."""
+        part = planes["kv"]
+        self.kv[:, :, : part.shape[2]] = torch.from_numpy(part)
+
+
+def _pack(nibbles: Tensor) -> Tensor:
+    low, high = nibbles.chunk(2, -1)
+    return (low | (high << 4)).to(torch.uint8)

@@ -1,0 +1,309 @@
+"""The group: errors, exit codes and the shared option types."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import types
+
+import click
+import hypothesis.strategies as st
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+
+from edge_runtime import cli, errors
+from edge_runtime.cli import options
+from edge_runtime.cli.pull import ProgressLine
+
+PRELUDE = """
+import sys, types, click
+from edge_runtime import cli
+module = types.ModuleType("edge_runtime.cli.pull")
+@click.command()
+def command():
+    {body}
+module.command = command
+sys.modules["edge_runtime.cli.pull"] = module
+cli.main(["pull"])
+"""
+
+
+def run(body: str, **more: object) -> subprocess.CompletedProcess[str]:
+    """Run a fresh process whose `pull` command does `body`."""
+    code = PRELUDE.format(body=body.replace("\n", "\n    "))
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **more
+    )
+
+
+def outcome(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that raises `error`."""
+
+    @click.command()
+    def command() -> None:
+        raise error
+
+    module = types.ModuleType("edge_runtime.cli.pull")
+    module.command = command
+    monkeypatch.setitem(sys.modules, "edge_runtime.cli.pull", module)
+    return call(capsys, "pull")
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(args)
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+def error_types(base: type[errors.BitnestError]) -> list[type[errors.BitnestError]]:
+    return [base, *(kind for sub in base.__subclasses__() for kind in error_types(sub))]
+
+
+@pytest.mark.parametrize("kind", error_types(errors.BitnestError))
+def test_an_expected_error_is_two_lines_and_its_code(kind, monkeypatch, capsys) -> None:
+    code, out, err = outcome(monkeypatch, capsys, kind("it is 3, expected 4", "make it 4"))
+    assert (code, out) == (kind.exit_code, "")
+    assert err == "error: it is 3, expected 4\n\nhint: make it 4\n"
+
+
+def test_without_a_hint_there_is_one_line(monkeypatch, capsys) -> None:
+    code, _, err = outcome(monkeypatch, capsys, errors.BudgetError("12 GiB do not fit in 8"))
+    assert (code, err) == (3, "error: 12 GiB do not fit in 8\n")
+
+
+def test_debug_adds_the_traceback(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("BITNEST_DEBUG", "1")
+    code, _, err = outcome(monkeypatch, capsys, errors.CheckpointError("torn file"))
+    assert code == 5
+    assert err.startswith("Traceback")
+    assert err.endswith("error: torn file\n")
+
+
+def test_a_bug_is_not_hidden(monkeypatch, capsys) -> None:
+    with pytest.raises(ZeroDivisionError):
+        outcome(monkeypatch, capsys, ZeroDivisionError())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
+def test_an_interrupt_is_130(error, monkeypatch, capsys) -> None:
+    assert outcome(monkeypatch, capsys, error) == (130, "", "")
+
+
+@pytest.mark.parametrize("args", [["nosuch"], ["--nosuch"], ["doctor", "--nosuch"], ["pull"]])
+def test_a_usage_mistake_is_2(args, capsys) -> None:
+    code, out, err = call(capsys, *args)
+    assert (code, out) == (2, "")
+    assert "Error:" in err
+    assert "Traceback" not in err
+
+
+def test_help_lists_every_command(capsys) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert [
+        line.split()[0] for line in out.splitlines() if line[2:].startswith(tuple(cli.COMMANDS))
+    ]
+    for name in cli.COMMANDS:
+        assert f"  {name} " in out
+
+
+def test_version(capsys) -> None:
+    from edge_runtime import __version__
+
+    code, out, _ = call(capsys, "--version")
+    assert code == 0
+    assert __version__ in out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = PRELUDE.format(body="[click.echo('x' * 100) for _ in range(100000)]")
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait(60) == 0
+
+
+def test_another_broken_pipe_is_a_bug() -> None:
+    done = run("raise BrokenPipeError('a socket')")
+    assert done.returncode == 1
+    assert "BrokenPipeError: a socket" in done.stderr
+
+
+def test_ctrl_c_in_a_process() -> None:
+    done = run(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\nimport time; time.sleep(9)")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+# ---- pull
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "written"),
+    [
+        (io.StringIO(), "fetching\nchecking\n"),
+        (Terminal(), "\rfetching\rfetching  50 %\rchecking      \n"),
+    ],
+)
+def test_the_progress_line(stream: io.StringIO, written: str) -> None:
+    line = ProgressLine(stream)
+    for step in (("fetching", 0, 0), ("fetching", 1, 2), ("fetching", 1, 2), ("checking", 0, 0)):
+        line(*step)
+    line.close()
+    assert stream.getvalue() == written
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_pull_prints_the_path_or_the_document(folder, monkeypatch, tmp_path, capsys) -> None:
+    file = tmp_path / "weights.gguf"
+    file.write_bytes(b"12345")
+    path = tmp_path if folder else file
+
+    def fake(name, *, progress):
+        progress("fetching", 0, 0)
+        return path
+
+    monkeypatch.setattr("edge_runtime.convert.pull.pull", fake)
+    code, out, err = call(capsys, "pull", "default")
+    assert (code, out, err) == (0, f"{path}\n", "fetching\n")
+    code, out, _ = call(capsys, "pull", "default", "--json")
+    assert (code, out.count("\n")) == (0, 1)
+    assert json.loads(out) == {"name": "default", "path": str(path), "bytes": 5}
+
+
+# ---- parsers
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1234", 1234),
+        ("12B", 12),
+        ("512M", 512 * 2**20),
+        ("512m", 512 * 2**20),
+        ("3GiB", 3 * 2**30),
+        ("3 GiB", 3 * 2**30),
+        ("7.5G", 15 * 2**29),
+        (".5k", 512),
+        ("1T", 2**40),
+        ("8GB", 8 * 10**9),
+        ("1.5kB", 1500),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert options.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1G", "7,5G", "1e9", "3 apples", "nan", "inf", "3Gi", "7.5"]
+)
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|whole number"):
+        options.parse_size(text)
+
+
+@given(st.integers(0, 2**50))
+def test_a_count_of_bytes_is_itself(size: int) -> None:
+    assert options.parse_size(str(size)) == size
+    assert options.parse_size(f"{size}KiB") == size * 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("off", 0), ("0", 0), ("4", 4), ("7", 7)]
+)
+def test_draft(text: str, value: object) -> None:
+    assert options.parse_draft(text) == value
+
+
+@pytest.mark.parametrize("text", ["8", "-1", "on", "", "1.0", "²"])
+def test_what_is_not_a_draft(text: str) -> None:
+    with pytest.raises(ValueError, match="0 to 7, nor auto or off"):
+        options.parse_draft(text)
+
+
+@pytest.mark.parametrize("text", ["auto", "kv8", "kv4", "recent:1", "recent:512"])
+def test_kv_policy(text: str) -> None:
+    assert options.parse_kv_policy(text) == text
+
+
+@pytest.mark.parametrize("text", ["kv16", "recent", "recent:", "recent:0", "recent:x", "KV8", ""])
+def test_what_is_not_a_kv_policy(text: str) -> None:
+    with pytest.raises(ValueError, match="recent"):
+        options.parse_kv_policy(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("1", 1), ("32768", 32768)])
+def test_ctx(text: str, value: object) -> None:
+    assert options.parse_ctx(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "4k", ""])
+def test_what_is_not_a_ctx(text: str) -> None:
+    with pytest.raises(ValueError, match="at least 1, nor auto"):
+        options.parse_ctx(text)
+
+
+@click.command()
+@options.model_argument(required=False)
+@options.engine_options
+@options.json_option
+def everything(**values: object) -> None:
+    options.print_document(values)
+
+
+def test_the_shared_options_and_their_defaults() -> None:
+    done = CliRunner().invoke(everything, [])
+    assert done.exit_code == 0, done.output
+    assert click.get_current_context(silent=True) is None
+    assert done.stdout.count("\n") == 1
+    defaults = {
+        "model": None,
+        "backend": "auto",
+        "view": "nest",
+        "draft": "auto",
+        "draft_source": "auto",
+        "kv_policy": "auto",
+        "ctx": "auto",
+        "budget": None,
+        "reserve": None,
+        "threads": None,
+        "as_json": False,
+    }
+    assert json.loads(done.stdout) == defaults
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--backend", "tpu"],
+        ["--view", "w5"],
+        ["--draft", "9"],
+        ["--kv-policy", "recent:0"],
+        ["--ctx", "none"],
+        ["--budget", "lots"],
+        ["--reserve", "-1G"],
+        ["--threads", "0"],
+    ],
+)
+def test_a_wrong_value_names_the_option(args: list[str]) -> None:
+    done = CliRunner().invoke(everything, args)
+    assert done.exit_code == 2
+    assert args[0] in done.stderr

@@ -1,0 +1,68 @@
+"""The path guard, and fixtures that several test folders use.
+
+BITNEST_REQUIRE=model turns "the model cannot be fetched here" from a skip into a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# With the repository root on sys.path `import kernels` would find our folder in place of the
+# package of that name that transformers looks for. `python -m pytest` and an editable install
+# both put it there; edge_runtime itself is found without it.
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITORY]
+
+hypothesis.settings.register_profile("bitnest", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("bitnest")
+
+
+def _required(what: str) -> bool:
+    return what in os.environ.get("BITNEST_REQUIRE", "").split(",")
+
+
+def _give_up(what: str, reason: str) -> None:
+    """Skip with the reason, or fail where BITNEST_REQUIRE says that it must be there."""
+    if _required(what):
+        pytest.fail(f"BITNEST_REQUIRE={what}, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a developer's own settings out of the tests; the cache folder stays the user's."""
+    for name in ("BITNEST_DEBUG", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The default model's source file, from the user's cache or fetched into it."""
+    from edge_runtime.convert.pull import pull
+    from edge_runtime.errors import DownloadError
+
+    try:
+        return pull("default")
+    except DownloadError as error:
+        _give_up("model", f"the default model cannot be fetched: {error}")
+        raise
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Texts and recordings that lie beside a checkout, where there are any."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no shared/data folder beside this checkout")
+    return folder

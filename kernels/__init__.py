@@ -65,10 +65,6 @@ def open_backend(
 ) -> Backend:
     """Make a backend that `choose_backend` has approved; threads None keeps the default."""
     assert name == "reference", name
-    import torch
-
     from edge_runtime.kernels.reference.ops import ReferenceBackend
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return ReferenceBackend(weights, geometry)
+    return ReferenceBackend(weights, geometry, threads)

@@ -6,6 +6,7 @@ and names it. A key that changes the mathematics can therefore never be dropped 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -111,7 +112,7 @@ def _architecture(config: Config) -> str:
             "this runtime runs Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3 dense text models",
         )
     assert isinstance(model_type, str)
-    classes = config.get("architectures")
+    classes = _list(config, "architectures")
     if classes and _CLASSES[model_type] not in classes:
         raise UnsupportedModel(
             f"config.json: architectures of a {model_type} model: expected "
@@ -153,7 +154,7 @@ def _refuse_options(config: Config, architecture: str) -> None:
     windowed = config.get("use_sliding_window")
     if windowed is None and architecture == "llama":
         windowed = config.get("sliding_window") is not None
-    layer_types = config.get("layer_types") or []
+    layer_types = _list(config, "layer_types")
     others = sorted({str(t) for t in layer_types if t != "full_attention"})
     if windowed or others:
         raise UnsupportedModel(
@@ -212,7 +213,7 @@ def _rope_scaling(kind: str, rope: Config, config: Config, max_position: int) ->
     for key in needed:
         fields[key] = rope.get(key)
     for key, value in fields.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not _is_positive(value):
             raise CheckpointError(
                 f"config.json: RoPE kind {kind} needs a positive {key}, got {value}"
             )
@@ -224,6 +225,18 @@ def _rope_scaling(kind: str, rope: Config, config: Config, max_position: int) ->
             if key in rope:
                 fields[key] = rope[key]
     return fields
+
+
+def _list(config: Config, key: str) -> list[Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise CheckpointError(f"config.json: {key} must be a list, got {_short(value)}")
+    return value or []
+
+
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
 
 
 def _integer(config: Config, key: str, default: int | None = None) -> int:
@@ -239,7 +252,7 @@ def _number(config: Config, key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    if not _is_positive(value):
         raise CheckpointError(f"config.json: {key} must be a positive number, got {_short(value)}")
     return float(value)
 

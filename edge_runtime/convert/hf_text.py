@@ -74,7 +74,7 @@ def chat_template(folder: Path, settings: Json) -> str | None:
     if found is None:
         found = settings.get("chat_template")
     if isinstance(found, list):  # several named templates
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
     return found if isinstance(found, str) and found else None
 

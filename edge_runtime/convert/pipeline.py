@@ -30,14 +30,14 @@ from edge_runtime.convert.calibrate import (
     calibration_documents,
     windows,
 )
-from edge_runtime.convert.hadamard import Rotation, random_rotation
+from edge_runtime.convert.hadamard import random_rotation
 from edge_runtime.convert.nest import Nested, Recipe, nest_matrix
 from edge_runtime.convert.quantize import group_size_for
-from edge_runtime.convert.rotate import FusedLayer, fuse_layer, rotate_head
-from edge_runtime.convert.source import Source
+from edge_runtime.convert.original import head_matrix, r2_seed
+from edge_runtime.convert.rotate import FusedLayer, fuse_layer
+from edge_runtime.convert.source import Source, layer_tensors
 from edge_runtime.errors import UsageError
 from edge_runtime.format import manifest as fmt
-from edge_runtime.format.spec import ModelSpec
 from edge_runtime.format.writer import CheckpointWriter, digest
 from edge_runtime.kernels.layout import GROUP_SIZES
 from edge_runtime.model.load import rotate_rows
@@ -215,8 +215,7 @@ class Conversion:
         checked.layer(fused, backend, nested)
 
     def _head(self, states: list[Tensor], checked: HeldOut) -> fmt.Agreement:
-        name = "embed" if self.spec.tied_embedding else "head"
-        head = rotate_head(self.source.tensor(name), self.source.tensor("norm"), self._r1)
+        head = head_matrix(self.source, self._r1)
         if self.writer.has("head"):
             nested = Nested.from_planes(
                 self.writer.read_shard("head"), "head", self.recipe.group_size
@@ -237,7 +236,7 @@ class Conversion:
         tensors = {n: self.source.tensor(prefix + n) for n in layer_tensors(self.spec)}
         r2 = None
         if self._r1 is not None:
-            r2 = random_rotation(self.spec.head_dim, self.options.seed * 1_000_003 + i + 1)
+            r2 = random_rotation(self.spec.head_dim, r2_seed(self.options.seed, i))
         return fuse_layer(tensors, self.spec, self._r1, r2)
 
     def _manifest(self, agreement: fmt.Agreement) -> fmt.Manifest:
@@ -269,13 +268,3 @@ class Conversion:
         fmt.check_manifest(manifest, str(self.writer.partial))
         return manifest
 
-
-def layer_tensors(spec: ModelSpec) -> list[str]:
-    """Return the canonical short names of one layer's tensors."""
-    from edge_runtime.convert.source import tensor_shapes
-
-    prefix = "layers.0."
-    return [n.removeprefix(prefix) for n, _ in tensor_shapes(spec) if n.startswith(prefix)]
-
-
-__all__ = ["Conversion", "ConvertOptions", "Rotation", "layer_tensors"]

@@ -62,6 +62,12 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "head", (spec.vocab_size, H)
 
 
+def layer_tensors(spec: ModelSpec) -> list[str]:
+    """Return the canonical short names of one layer's tensors."""
+    prefix = "layers.0."
+    return [n.removeprefix(prefix) for n, _ in tensor_shapes(spec) if n.startswith(prefix)]
+
+
 def open_source(path: Path) -> Source:
     """Open a Hugging Face folder or a .gguf file. Raises CheckpointError or UnsupportedModel."""
     if not path.exists():
@@ -135,6 +141,15 @@ def describe_file(path: Path) -> str:
     if head.startswith(b"PK\x03\x04"):
         return "a zip archive (perhaps a PyTorch pickle)"
     return f"{size} bytes beginning {head[:8].hex(' ')}"
+
+
+def refuse_impossible_depth(spec: ModelSpec, num_tensors: int, where: str) -> None:
+    """Raise CheckpointError for more layers than tensors, before anything loops over layers."""
+    if spec.num_layers > num_tensors:
+        raise CheckpointError(
+            f"{where}: expected tensors for {spec.num_layers} layers, got {num_tensors} in all",
+            "the configuration and the weights do not belong together",
+        )
 
 
 def check_finite(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:

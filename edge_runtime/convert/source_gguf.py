@@ -16,7 +16,7 @@ import torch
 from edge_runtime.convert.gguf_file import GgufFile
 from edge_runtime.convert.gguf_tokenizer import read_text
 from edge_runtime.convert.hashing import sha256_of
-from edge_runtime.convert.source import check_finite, tensor_shapes
+from edge_runtime.convert.source import check_finite, refuse_impossible_depth, tensor_shapes
 from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel
 from edge_runtime.format.spec import ARCHITECTURES, ModelSpec, RopeSpec
 
@@ -71,6 +71,7 @@ class GgufSource:
         self.warnings: list[str] = []
         self._file = GgufFile(path)
         self.spec = _model_spec(self._file)
+        refuse_impossible_depth(self.spec, len(self._file.tensors), path.name)
         self._names = {name: _gguf_name(name) for name, _ in tensor_shapes(self.spec)}
         self._check_tensors()
         self.tokenizer_json, self.text, notes = read_text(
@@ -306,6 +307,7 @@ def _integer(section: Metadata, key: str, default: int | None = None) -> int:
 
 def _number(section: Metadata, key: str, default: float | None = None) -> float:
     value = section.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+    if not math.isfinite(number) or number <= 0:
         raise CheckpointError(f"GGUF metadata: {key} must be a positive number, got {value!r}")
-    return float(str(np.float32(value)))  # 1e-05 as it was written, not 9.99999975e-06
+    return float(str(np.float32(number)))  # 1e-05 as it was written, not 9.99999975e-06

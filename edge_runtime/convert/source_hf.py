@@ -19,7 +19,12 @@ import torch
 from edge_runtime.convert.hf_config import model_spec
 from edge_runtime.convert.hf_text import read_text_assets
 from edge_runtime.convert.safetensors_files import ELEMENT_BYTES, TensorInfo, find_tensors
-from edge_runtime.convert.source import check_finite, describe_file, tensor_shapes
+from edge_runtime.convert.source import (
+    check_finite,
+    describe_file,
+    refuse_impossible_depth,
+    tensor_shapes,
+)
 from edge_runtime.errors import CheckpointError, UnsupportedModel
 from edge_runtime.format.spec import ModelSpec
 
@@ -50,6 +55,7 @@ class HfSource:
         config = read_json(path / "config.json")
         spec = model_spec(config)
         self._infos = find_tensors(path, self.warnings)
+        refuse_impossible_depth(spec, len(self._infos), "config.json")
         base = "" if "embed_tokens.weight" in self._infos else "model."
         self._files = {name: _file_name(name, base) for name, _ in tensor_shapes(spec)}
         self.spec = self._settle_head(spec)

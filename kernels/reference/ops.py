@@ -56,7 +56,12 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def __init__(self, weights: ops.ModelWeights, geometry: ops.Geometry) -> None:
+    def __init__(
+        self, weights: ops.ModelWeights, geometry: ops.Geometry, threads: int | None = None
+    ) -> None:
+        """threads: for all of torch in this process; None keeps its choice."""
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.weights = weights
         self.geometry = geometry
         self._linears: dict[tuple[str, str], ExactLinear] = {}

@@ -187,6 +187,14 @@ def test_wrong_shape_missing_and_unknown_tensors(tmp_path: Path) -> None:
     open_source(tiny_models.write_hf(tmp_path / "d", replace=buffers)).close()
 
 
+def test_absurd_depth_and_names_that_are_not_text(tmp_path: Path) -> None:
+    folder = tiny_models.write_hf(tmp_path / "b")
+    _edit(folder / "config.json", num_hidden_layers=10**12)
+    _refused(folder, "layers", "21 in all")
+    odd = tiny_models.write_hf(tmp_path / "c", replace={"a\x1b[31m\nb": torch.zeros(1)})
+    _refused(odd, r"a\x1b[31m\nb")
+
+
 def test_wrong_dtype(tmp_path: Path) -> None:
     folder = tiny_models.write_hf(tmp_path)
     file = folder / "model.safetensors"
@@ -293,6 +301,9 @@ def test_architecture_switches() -> None:
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"architectures": 1}, "architectures"),
+        ({"layer_types": "full_attention"}, "layer_types"),
     ],
 )
 def test_refused_by_name(overrides: dict[str, Any], word: str) -> None:

@@ -179,7 +179,7 @@ class Geometry:
 class Logits(Protocol):
     """Logits of a pass, kept where the backend made them until they are asked for."""
 
-    def argmax(self, allowed: Sequence[int] | None = None) -> list[int]:
+    def argmax(self, allowed: Sequence[int] | I64 | None = None) -> list[int]:
         """Return the winning id per row, among `allowed` if given. NaN raises NumericError."""
         ...
 
@@ -207,14 +207,19 @@ class Backend(Protocol):
     """Runs programs."""
 
     name: str
-    weights_bytes: int  # as this backend holds them, of the views made so far
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as this backend holds them, of the views made so far."""
+        ...
 
     def new_cache(self, capacity: int) -> Cache:
         """Allocate a cache for `capacity` tokens."""
         ...
 
-    def run(self, program: Program, batch: Batch, cache: Cache) -> Logits | None:
-        """Replay a program; None if it makes no logits (prompt chunks that only fill the cache)."""
+    def run(self, program: Program, batch: Batch, cache: Any) -> Logits | None:
+        """Replay a program over a cache that `new_cache` made; None if it makes no logits (chunks
+        of a prompt that only fill the cache)."""
         ...
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from edge_runtime.kernels.ops import I64
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """`recent` None: kv8 (both planes), 0: kv4 (base only), N: both planes for the last N tokens."""
+    """`recent` None: kv8 (both planes); 0: kv4 (base only); N: both planes for the last N."""
 
     recent: int | None = None
 

@@ -86,12 +86,8 @@ def nest_matrix(
     q4 = quantize.solve_base(
         W, factor, mult, scale, G, bound=recipe.bound, method=recipe.base, name=name
     )
-    refined = quantize.solve_refine(
-        W, factor, q4, mult, scale, G, method=recipe.refine, name=name
-    )
-    nested = Nested(
-        q4=q4, qr=refined.codes, mult=mult, scale=scale, bias=bias, group_size=G
-    )
+    refined = quantize.solve_refine(W, factor, q4, mult, scale, G, method=recipe.refine, name=name)
+    nested = Nested(q4=q4, qr=refined.codes, mult=mult, scale=scale, bias=bias, group_size=G)
     row: dict[str, Any] = {
         "name": name,
         "shape": list(W.shape),
@@ -111,4 +107,3 @@ def rtn8_linear(W: Tensor, bias: Tensor | None, G: int, name: str) -> ExactLinea
     """Plain W8 round-to-nearest of the same matrix: the yardstick of the target."""
     plain = quantize.rtn8(W, G, name=name)
     return ExactLinear(plain.codes.short(), plain.mult, plain.row_scale, bias, G)
-

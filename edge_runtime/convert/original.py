@@ -63,4 +63,3 @@ def head_matrix(source: Source, r1: Rotation | None) -> Tensor:
     """The LM head with the final norm (and R1) folded in; a tied embedding serves as the head."""
     name = "embed" if source.spec.tied_embedding else "head"
     return rotate_head(source.tensor(name), source.tensor("norm"), r1)
-

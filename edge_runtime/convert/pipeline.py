@@ -32,8 +32,8 @@ from edge_runtime.convert.calibrate import (
 )
 from edge_runtime.convert.hadamard import random_rotation
 from edge_runtime.convert.nest import Nested, Recipe, nest_matrix
-from edge_runtime.convert.quantize import group_size_for
 from edge_runtime.convert.original import head_matrix, r2_seed
+from edge_runtime.convert.quantize import group_size_for
 from edge_runtime.convert.rotate import FusedLayer, fuse_layer
 from edge_runtime.convert.source import Source, layer_tensors
 from edge_runtime.errors import UsageError
@@ -267,4 +267,3 @@ class Conversion:
         )
         fmt.check_manifest(manifest, str(self.writer.partial))
         return manifest
-

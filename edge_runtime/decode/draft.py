@@ -45,9 +45,7 @@ class BaseDraft:
         drafted: list[int] = []
         last = tokens[-1]
         for i in range(gamma):
-            logits = self._model.forward(
-                "w4", [last], start + i, self._cache, policy=self._policy
-            )
+            logits = self._model.forward("w4", [last], start + i, self._cache, policy=self._policy)
             last = self._pick(logits, start + i + 1, drafted)
             drafted.append(last)
         return drafted

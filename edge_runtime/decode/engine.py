@@ -101,9 +101,7 @@ class Engine:
         policy = KV8 if kv_policy == "auto" else parse_policy(kv_policy)
         choice = choose_draft(str(draft), draft_source, view, name)
         weights = model_weights(checkpoint.plane, manifest, context)
-        shape = geometry(
-            manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3
-        )
+        shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
         model = Model(
             manifest.spec,
             kernels.open_backend(name, weights, shape, threads),
@@ -171,9 +169,7 @@ class Engine:
     def encode_chat(self, messages: Messages) -> list[int]:
         """Render messages with the model's chat template. Raises UsageError without one."""
         t = self.text
-        return self.template.encode(
-            self.tokenizer, messages, bos_id=t.bos_id, add_bos=t.add_bos
-        )
+        return self.template.encode(self.tokenizer, messages, bos_id=t.bos_id, add_bos=t.add_bos)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, BOS first if the model wants one; special names stay text."""
@@ -208,7 +204,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,7 +120,7 @@ class Generation:
 
     # the run
 
-    def _run(self) -> Iterator[Token]:
+    def _run(self) -> Generator[Token, None, None]:
         reason: FinishReason = "cancelled"
         try:
             logits = self._prefill()
@@ -225,8 +225,6 @@ class Generation:
 
     def _emit(self, token: int, ended: FinishReason | None) -> tuple[str, bool]:
         """Return the text that may be shown now and whether a stop string was met."""
-        if self._stream is None:
-            return "", False
         piece = Piece("") if ended == "eos" else self._stream.push(token)
         text, stop = piece.text, piece.stop
         if ended and stop is None:
@@ -249,8 +247,8 @@ class Generation:
         r.token_ids = list(self._answer)
         if reason == "eos":
             r.token_ids.pop()
-        r.new_tokens = len(self._answer)
-        if self._stream is not None and reason in ("cancelled", "deadline"):
+        r.new_tokens = len(r.token_ids)
+        if reason in ("cancelled", "deadline"):
             r.text += self._stream.flush().text
         emitted = self._stats.emitted
         r.decode_tok_s = emitted / r.decode_s if r.decode_s else 0.0

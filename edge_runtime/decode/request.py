@@ -104,8 +104,7 @@ class Prompt:
     def _add_rows(self, rows: npt.NDArray[np.float32], hidden_size: int, number: int) -> None:
         if rows.ndim != 2 or rows.shape[1] != hidden_size:
             raise UsageError(
-                f"span {number}: expected embedding rows [n, {hidden_size}], got "
-                f"{list(rows.shape)}"
+                f"span {number}: expected embedding rows [n, {hidden_size}], got {list(rows.shape)}"
             )
         if not np.isfinite(rows).all():
             raise UsageError(f"span {number}: embedding rows hold NaN or infinity")

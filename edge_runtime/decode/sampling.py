@@ -57,9 +57,7 @@ class Sampling:
     @property
     def plain_greedy(self) -> bool:
         """Whether the choice is the argmax of the unchanged logits."""
-        return (
-            self.temperature == 0 and self.repetition_penalty == 1 and self.presence_penalty == 0
-        )
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.presence_penalty == 0
 
 
 def choose(

@@ -38,9 +38,7 @@ class CheckpointWriter:
         if out.exists():
             raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
         state = self.partial / RESUME / "identity"
-        if self.partial.exists() and (
-            not state.is_file() or state.read_text() != identity
-        ):
+        if self.partial.exists() and (not state.is_file() or state.read_text() != identity):
             raise UsageError(
                 f"{self.partial}: holds a conversion of another model or with other options",
                 f"remove it to start again: rm -r {self.partial}",
@@ -51,9 +49,7 @@ class CheckpointWriter:
 
     def has(self, shard: str) -> bool:
         """Whether a shard and its report are already written (from an earlier, stopped run)."""
-        return (self.partial / f"{shard}.safetensors").is_file() and self._report(
-            shard
-        ).is_file()
+        return (self.partial / f"{shard}.safetensors").is_file() and self._report(shard).is_file()
 
     def _report(self, shard: str) -> Path:
         return self.partial / RESUME / f"{shard}.json"
@@ -91,7 +87,7 @@ class CheckpointWriter:
                     file=f"{shard}.safetensors",
                     dtype=DTYPE_NAMES[data.dtype.name],  # type: ignore[arg-type]
                     shape=tuple(data.shape),
-                    sha256=hashlib.sha256(np.ascontiguousarray(data)).hexdigest(),
+                    sha256=hashlib.sha256(data.tobytes()).hexdigest(),
                 )
         return entries
 

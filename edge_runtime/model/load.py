@@ -76,7 +76,9 @@ def rotate_rows(
     return quantise_rows(wide.astype(np.float32))
 
 
-def quantise_rows(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+def quantise_rows(
+    x: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """The contract's int8 quantiser (`kernels/ops.py`) on rows."""
     peak = np.abs(x).max(-1)
     peak = np.where(peak < np.float32(2.0**-100), np.float32(0), peak)

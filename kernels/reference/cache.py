@@ -39,7 +39,7 @@ class NestedCache:
         self.scale[layer, kind, positions] = s
 
     def read(self, layer: int, kind: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (16·q4, q_r, scale) as fp32 for the first `length` tokens: [T, Hkv, D], [T, Hkv]."""
+        """Return 16·q4 and q_r [T, Hkv, D] and scales [T, Hkv], fp32, of the first tokens."""
         b = self.base[layer, kind, :length]
         r = self.refine[layer, kind, :length]
         high = torch.cat(((b << 4).view(torch.int8), (b & 0xF0).view(torch.int8)), -1)

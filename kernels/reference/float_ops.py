@@ -83,9 +83,7 @@ class FloatBackend:
             return torch.from_numpy(batch.rows)
         return self.weights.embedding[torch.from_numpy(batch.ids)]
 
-    def _linear(
-        self, op: ops.Linear, reg: dict[str, Any], _: ops.Batch, __: PlainCache
-    ) -> Tensor:
+    def _linear(self, op: ops.Linear, reg: dict[str, Any], _: ops.Batch, __: PlainCache) -> Tensor:
         y = torch.nn.functional.linear(
             reg[op.a], self.weights.matrices[op.weight], self.weights.biases.get(op.weight)
         )

@@ -28,12 +28,12 @@ EXP_COEFFICIENTS = (
 
 
 def lane_sum(x: Tensor) -> Tensor:
-    """Sum the last axis: 32 strided lanes ascending, then a halving tree. fp32 [..., n] -> [...]."""
+    """Sum the last axis, fp32 [..., n] -> [...]: strided lanes ascending, then a halving tree."""
     n = x.shape[-1]
     if n % LANES:
         x = torch.nn.functional.pad(x, (0, padded(n, LANES) - n))
     parts = x.unflatten(-1, (-1, LANES)).unbind(-2)
-    total = parts[0]
+    total: Tensor = parts[0]
     for part in parts[1:]:
         total = total + part
     width = LANES

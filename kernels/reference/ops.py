@@ -38,7 +38,7 @@ class TorchLogits:
             )
         return self._logits
 
-    def argmax(self, allowed: Sequence[int] | None = None) -> list[int]:
+    def argmax(self, allowed: Sequence[int] | ops.I64 | None = None) -> list[int]:
         """Return the lowest winning id per row."""
         logits = self._checked()
         if allowed is None:
@@ -253,7 +253,8 @@ def attend(
     fixed = fixed.permute(0, 3, 1, 2, 4).reshape(Hkv * blocks, M * group, KV_BLOCK)
     codes_v = v.permute(1, 0, 2).reshape(Hkv * blocks, KV_BLOCK, D)
     sums = torch.bmm(fixed.double(), codes_v.double()).float()  # exact before the cast: below 2^29
-    block_out = sums.view(Hkv, blocks, M, group, D) * (peak / 32767.0).permute(0, 3, 1, 2)[..., None]
+    step = (peak / 32767.0).permute(0, 3, 1, 2)[..., None]
+    block_out = sums.view(Hkv, blocks, M, group, D) * step
     weight = numeric.exp_nonpositive(block_max - block_max.amax(-1, keepdim=True))
     out = torch.zeros(Hkv, M, group, D)
     total = torch.zeros(Hkv, M, group)

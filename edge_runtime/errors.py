@@ -40,7 +40,7 @@ class BudgetError(BitnestError):
 
 
 class BackendUnavailable(BitnestError):
-    """A backend, an extra or a piece of hardware that is not there; the message keeps the reason."""
+    """A backend, an extra or hardware that is not there; the message keeps the reason."""
 
     exit_code = 4
     http_status = 501

@@ -10,14 +10,15 @@ no fused multiply-add, sums over 32 strided lanes ascending and then a halving t
 (16, 8, 4, 2, 1), `exp` of non-positive numbers by the one polynomial of `reference/numeric.py`.
 Letters: M rows, H hidden, K/N in/out features, G group, D head dim, T cached tokens.
 
-    quantise   scale = max|x| / 127;  code = clamp(rne(x · (127 / max|x|)), ±127);  max < 2^-100 -> all 0
+    quantise   scale = max|x| / 127;  code = clamp(rne(x · (127 / max|x|)), ±127);
+               max|x| < 2^-100 -> all 0
     linear     acc[n] = Σ_g m[n,g] · Σ_{k∈g} code[n,k] · x[k]                   exact integer
                y[n] = (fp32(acc) · x_scale) · S[n]  (+ bias[n])  (+ residual[n])
                code = 16·q4 + q_r in the w8 view, 16·q4 in the w4 view
     norm       y = x · (1 / sqrt(Σx² / H + eps)); weights are folded into the next linear
     silu·mul   e = exp(-|g|); s = (g >= 0 ? 1 : e) / (1 + e); y = (g · s) · u
     rope       (a, b) -> (a·cos - b·sin, b·cos + a·sin) on pairs (i, i + D/2)
-    KV write   s = fp16(max|x| / 7) rounded up; q4 = clamp(rne(x / s), -8, 7);
+    KV write   s = fp16(max|x| / 7) rounded up, at most 65504; q4 = clamp(rne(x / s), -8, 7);
                q_r = clamp(rne((x - q4·s) / (s / 16)), -8, 7), 0…7 where q4 = -8
     attention  per query head: q quantised to int8 (scale qs); per absolute block of 64 tokens
                s[t] = (fp32(q · k[t]) · (qs · 1/√D)) · (ks[t] / 16);  mb = max s;  p = exp(s - mb)

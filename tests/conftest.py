@@ -66,3 +66,17 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no shared/data folder beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model, converted; its source lies beside it. Do not change either."""
+    from tiny_checkpoints import convert_tiny
+
+    return convert_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tiny_checkpoint: Path) -> Path:
+    """The Hugging Face folder that `tiny_checkpoint` was converted from."""
+    return tiny_checkpoint.parent / "source"

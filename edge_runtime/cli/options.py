@@ -111,7 +111,7 @@ CTX = Parsed("tokens", parse_ctx)
 KV_POLICY = Parsed("policy", parse_kv_policy)
 
 
-def model_argument(required: bool = True) -> Decorator[F]:
+def model_argument(required: bool = True) -> Callable[[F], F]:
     """`MODEL`: a checkpoint folder or a known name, as text in `model` (None when left out)."""
     return click.argument("model", required=required)
 

@@ -31,29 +31,57 @@ def calibration_documents(file: Path | None) -> list[Any]:
     """
     if file is None:
         bundled = resources.files("edge_runtime.convert").joinpath("calibration.jsonl")
-        return [json.loads(line) for line in bundled.read_text("utf-8").splitlines()]
+        return [json.loads(line) for line in bundled.read_text("utf-8").split("\n") if line]
+    text = calibration_text(file)
+    if file.suffix != ".jsonl":
+        return [{"text": text}]
+    documents = []
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines also cuts inside strings
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise CheckpointError(f"{file}:{number}: not JSON") from e
+        if not _is_document(document):
+            raise CheckpointError(
+                f'{file}:{number}: expected an object with "text" (a string) or "messages" '
+                '(a list of objects with "role" and "content")'
+            )
+        documents.append(document)
+    return documents
+
+
+def calibration_text(file: Path) -> str:
+    """Read a calibration file whole. Raises CheckpointError."""
     if not file.is_file():
         raise CheckpointError(f"{file}: calibration file not found")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise CheckpointError(f"{file}: calibration file is larger than 1 GiB")
     try:
-        text = file.read_text("utf-8")
+        return file.read_text("utf-8")
     except UnicodeDecodeError as e:
         raise CheckpointError(f"{file}: calibration file is not UTF-8 text") from e
-    if file.suffix != ".jsonl":
-        return [{"text": text}]
-    documents = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            document = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as e:
-            raise CheckpointError(f"{file}:{number}: not JSON") from e
-        if document is None:
-            continue
-        if not isinstance(document, dict) or not ({"text", "messages"} & set(document)):
-            raise CheckpointError(f'{file}:{number}: expected an object with "text" or "messages"')
-        documents.append(document)
-    return documents
+    except OSError as e:
+        raise CheckpointError(f"{file}: calibration file cannot be read ({e.strerror})") from e
+
+
+def _is_document(document: Any) -> bool:
+    if not isinstance(document, dict):
+        return False
+    if "text" in document:
+        return isinstance(document["text"], str)
+    messages = document.get("messages")
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in messages
+        )
+    )
 
 
 def windows(
@@ -87,7 +115,7 @@ def windows(
 
 def _tokens(document: Any, encode: Encode, encode_chat: EncodeChat) -> list[int]:
     if "text" in document:
-        return encode(str(document["text"]) + "\n\n")
+        return encode(document["text"] + "\n\n")
     messages = document["messages"]
     if encode_chat is not None:
         return encode_chat(messages)

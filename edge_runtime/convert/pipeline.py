@@ -28,6 +28,7 @@ from edge_runtime.convert.calibrate import (
     WINDOW,
     HessianSum,
     calibration_documents,
+    calibration_text,
     windows,
 )
 from edge_runtime.convert.hadamard import random_rotation
@@ -52,7 +53,10 @@ EMBED_ROWS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """What the user may choose. group_size None: the largest that divides every input size."""
+    """What the user may choose. group_size None: the largest that divides every input size.
+
+    r3 None: with rotation, where head_dim is a power of two (tools/LOG.md has the figures).
+    """
 
     group_size: int | None = None
     rotate: Literal["hadamard", "none"] = "hadamard"
@@ -61,7 +65,7 @@ class ConvertOptions:
     bound: float | None = 0.25
     calibration: Path | None = None
     calibration_tokens: int = 24 * WINDOW
-    r3: bool = False
+    r3: bool | None = None
     seed: int = 0
 
 
@@ -78,18 +82,20 @@ class Conversion:
         G = options.group_size or group_size_for(sizes)
         if G not in GROUP_SIZES:
             raise UsageError(f"group size: expected one of {GROUP_SIZES}, got {G}")
-        if options.r3 and spec.head_dim & (spec.head_dim - 1):
+        power_of_two = spec.head_dim & (spec.head_dim - 1) == 0
+        if options.r3 and not power_of_two:
             raise UsageError(f"R3 needs a head_dim that is a power of two, got {spec.head_dim}")
+        rotate = options.rotate == "hadamard"
+        self._r3 = rotate and power_of_two if options.r3 is None else options.r3
         self.recipe = Recipe(
             group_size=G, base=options.base, refine=options.refine, bound=options.bound
         )
-        one = geometry(spec, source.text.num_tokens, rotate_kv=options.r3)
+        one = geometry(spec, source.text.num_tokens, rotate_kv=self._r3)
         self._one = replace(one, num_layers=1)
-        rotate = options.rotate == "hadamard"
         self._r1 = random_rotation(spec.hidden_size, options.seed) if rotate else None
         calibration = BUNDLED
         if options.calibration is not None:
-            calibration = digest(options.calibration.read_text("utf-8", errors="replace"))
+            calibration = digest(calibration_text(options.calibration))
         named = {**asdict(options), "calibration": calibration, "group_size": G}
         self._calibration_name = (
             BUNDLED if options.calibration is None else options.calibration.name
@@ -103,8 +109,8 @@ class Conversion:
 
     def _rotation(self) -> fmt.Rotation:
         if self._r1 is None:
-            return fmt.Rotation(kind="none", r3=self.options.r3)
-        return fmt.Rotation(kind=self._r1.kind, scale=self._r1.scale, r3=self.options.r3)
+            return fmt.Rotation(kind="none", r3=self._r3)
+        return fmt.Rotation(kind=self._r1.kind, scale=self._r1.scale, r3=self._r3)
 
     @torch.inference_mode()
     def run(self) -> fmt.Manifest:

@@ -43,6 +43,7 @@ _LAYER_PARTS = {
 }
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)")
 _COMPARE_ROWS = 4096
+_SAMPLES, _SAMPLE_BYTES = 33, 1 << 16  # of each file, for its identity
 
 
 class HfSource:
@@ -148,10 +149,17 @@ class HfSource:
                 )
 
     def _digest(self) -> str:
-        """Identify the folder without reading gigabytes: config plus names, sizes, tensor table."""
+        """Identify the folder without reading gigabytes: config, tensor table, names, sizes and
+        bytes sampled all over each file, to tell other weights of the same shapes apart."""
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
-        for file in sorted({info.file for info in self._infos.values()}):
-            digest.update(f"\n{file} {(self._folder / file).stat().st_size}".encode())
+        for name in sorted({info.file for info in self._infos.values()}):
+            path = self._folder / name
+            size = path.stat().st_size
+            digest.update(f"\n{name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
         for name in sorted(self._infos):
             digest.update(f"\n{name} {self._infos[name]}".encode())
         return digest.hexdigest()

@@ -215,7 +215,7 @@ class Engine:
     # for Generation
 
     def reuse(self, keys: list[Key]) -> int:
-        """Cut the cache to the prefix it shares with `keys` (never all of it); return its length."""
+        """Cut the cache to the prefix it shares with `keys`, never all of them; return its size."""
         shared = 0
         for mine, theirs in zip(self._keys, keys[:-1], strict=False):
             if mine != theirs:

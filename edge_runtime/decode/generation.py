@@ -9,6 +9,7 @@ emitted token.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -88,6 +89,8 @@ class Generation:
 
     def close(self) -> None:
         """End it now; what was emitted stays."""
+        if inspect.getgeneratorstate(self._tokens) == inspect.GEN_CREATED:
+            self._finish("cancelled")  # closing a generator that never ran does not run its end
         self._tokens.close()
 
     def complete(self) -> Result:

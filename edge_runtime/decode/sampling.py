@@ -68,14 +68,15 @@ def choose(
     sampling: Sampling,
     allowed: npt.NDArray[np.int64] | None = None,
 ) -> int:
-    """Choose the token that stands at absolute `position`. logits: fp32 [V]; allowed: sorted ids."""
+    """Choose the token at absolute `position`. logits: fp32 [V]; allowed: sorted ids or None."""
     scores = logits.astype(np.float64)
     _penalise(scores, prompt, answer, sampling)
     ids = np.arange(len(scores)) if allowed is None else allowed
     scores = scores[ids]
     if sampling.temperature == 0:
         return int(ids[scores.argmax()])
-    scores /= sampling.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature: everything but the maximum is -inf
+        scores = (scores - scores.max()) / sampling.temperature
     ids, scores = _truncate(ids, scores, sampling)
     noisy = scores + gumbel(sampling.seed, position, ids)
     best = np.flatnonzero(noisy == noisy.max())

@@ -84,7 +84,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check a manifest. Raises CheckpointError naming the field."""
     try:
         head = msgspec.json.decode(data)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise CheckpointError(f"{where}: not a JSON document ({e})", RECONVERT) from e
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise CheckpointError(
@@ -113,6 +113,10 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     if manifest.group_size not in GROUP_SIZES:
         raise CheckpointError(
             f"{where}: group_size: expected one of {GROUP_SIZES}, got {manifest.group_size}"
+        )
+    if manifest.text.num_tokens < 1:
+        raise CheckpointError(
+            f"{where}: num_tokens: expected at least 1, got {manifest.text.num_tokens}"
         )
     expected = dict(expected_planes(manifest.spec, manifest.group_size, manifest.rotation.kind))
     for name, (dtype, shape) in expected.items():
@@ -146,6 +150,13 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     for name, (value, limit) in sizes.items():
         if not 0 < value <= limit:
             raise CheckpointError(f"{where}: {name}: expected 1…{limit}, got {value}")
+    for name, number, low in (
+        ("rms_norm_eps", spec.rms_norm_eps, 0.0),
+        ("rope.theta", spec.rope.theta, 1.0),
+        ("rope.factor", spec.rope.factor, 0.0),
+    ):
+        if not low < number < float("inf"):
+            raise CheckpointError(f"{where}: {name}: expected a number above {low:g}, got {number}")
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_heads {spec.num_heads} is not a multiple of "

@@ -97,9 +97,11 @@ class _PlaneFile:
                 RECONVERT,
             )
         try:
-            self._header: dict[str, Any] = json.loads(self._map[8 : 8 + header_bytes])
-        except ValueError as e:
+            self._header = json.loads(self._map[8 : 8 + header_bytes])
+        except (ValueError, RecursionError) as e:
             raise CheckpointError(f"{path}: its header is not JSON", RECONVERT) from e
+        if not isinstance(self._header, dict):
+            raise CheckpointError(f"{path}: its header is not a JSON object", RECONVERT)
         self._start = 8 + header_bytes
 
     def get(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:

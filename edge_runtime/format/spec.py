@@ -35,7 +35,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, gated SiLU MLP."""
+    """A decoder-only transformer: RMSNorm, rotary attention, grouped KV heads, gated SiLU MLP."""
 
     architecture: Literal["llama", "qwen2", "qwen3"]
     num_layers: int

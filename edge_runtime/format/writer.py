@@ -34,9 +34,9 @@ class CheckpointWriter:
         Raises UsageError if `out` exists, CheckpointError if the partial folder is another's.
         """
         self.out = out
-        self.partial = out.with_name(out.name + ".partial")
         if out.exists():
             raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
+        self.partial = out.with_name(out.name + ".partial")
         state = self.partial / RESUME / "identity"
         if self.partial.exists() and (not state.is_file() or state.read_text() != identity):
             raise UsageError(

@@ -108,6 +108,8 @@ class Model:
     def embedding_rows(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Bring rows of the original model's basis [n, H] into this model's, as its table does."""
         if not self._quantised:
+            if self._r1 is not None:
+                rows = (rows @ self._r1.astype(np.float64)) * self._r1_scale
             return np.ascontiguousarray(rows, dtype=np.float32)
         codes, scale = rotate_rows(rows, self._r1, self._r1_scale)
         return codes.astype(np.float32) * scale[:, None]

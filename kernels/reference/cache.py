@@ -54,7 +54,7 @@ class NestedCache:
     def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
         """Overwrite the first tokens."""
         for name, part in planes.items():
-            getattr(self, name)[:, :, : part.shape[2]] = torch.from_numpy(part)
+            getattr(self, name)[:, :, : part.shape[2]] = torch.from_numpy(np.array(part))
 
 
 class PlainCache:
@@ -72,7 +72,7 @@ class PlainCache:
     def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
         """Overwrite the first tokens."""
         part = planes["kv"]
-        self.kv[:, :, : part.shape[2]] = torch.from_numpy(part)
+        self.kv[:, :, : part.shape[2]] = torch.from_numpy(np.array(part))
 
 
 def _pack(nibbles: Tensor) -> Tensor:

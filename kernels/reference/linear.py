@@ -56,5 +56,6 @@ class ExactLinear:
 
     def __call__(self, x: Tensor, x_scale: Tensor) -> Tensor:
         """y = (fp32(acc) · x_scale) · S (+ bias). x: [M, Kp] codes, x_scale: fp32 [M]."""
-        y = (self.accumulate(x).float() * x_scale[:, None]) * self.scale
+        acc = self.accumulate(x) + 0.0  # an integer zero has no sign, a float may say -0
+        y = (acc.float() * x_scale[:, None]) * self.scale
         return y if self.bias is None else y + self.bias

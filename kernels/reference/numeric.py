@@ -6,12 +6,14 @@ multiply-add; whatever backend repeats that sequence gets the same bits. Formula
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from edge_runtime.kernels.layout import LANES, padded
 
 EXP_CUTOFF = -87.0  # exp below it is 0: the smallest result stays a normal number
+HALF_MAX = 65504.0  # the largest fp16: a vector that needs a larger scale saturates
 TINY = 2.0**-100  # a vector whose peak lies below it counts as zero: 1 / peak stays finite
 LOG2E = 1.4426950408889634
 LN2_HI = 0.693359375  # nine bits: n · LN2_HI is exact
@@ -69,7 +71,12 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """RMSNorm without weights over the last axis."""
     mean = lane_sum(x * x) / x.shape[-1]
-    return x * torch.sqrt(mean + eps).reciprocal()[..., None]
+    return x * _sqrt(mean + eps).reciprocal()[..., None]
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """IEEE square root: torch's own comes from a vector library that is off by an ulp at times."""
+    return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -95,7 +102,7 @@ def hadamard(x: Tensor) -> Tensor:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
         x = torch.stack((a + b, a - b), -2).flatten(-3)
         stride *= 2
-    return x * float(torch.tensor(D, dtype=torch.float32).rsqrt())
+    return x * float(np.float32(1.0) / np.sqrt(np.float32(D)))
 
 
 def kv_nest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +118,8 @@ def kv_nest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _half_up(x: Tensor) -> Tensor:
-    """The smallest fp16 number that is >= x (x >= 0)."""
+    """The smallest fp16 number that is >= x (x >= 0), at most HALF_MAX."""
+    x = x.clamp_max(HALF_MAX)
     half = x.half()
     bumped = (half.view(torch.int16) + 1).view(torch.float16)
     return torch.where(half.float() < x, bumped, half)

@@ -241,11 +241,13 @@ def attend(
     dots = torch.bmm(codes, k.permute(1, 2, 0)).view(Hkv, M, group, T)  # exact: below 2^24
     s = (dots * scale) * ks.T[:, None, None]
     hidden = torch.arange(T) > positions[:, None]
-    s = s.masked_fill(hidden[None, :, None], -torch.inf).unflatten(-1, (blocks, KV_BLOCK))
+    hidden = hidden[None, :, None]
+    s = s.masked_fill(hidden, -torch.inf).unflatten(-1, (blocks, KV_BLOCK))
     block_max = s.amax(-1)  # [Hkv, M, group, blocks], -inf past the row's own block
     p = numeric.exp_nonpositive(s - block_max.clamp_min(-3e38)[..., None])
     block_sum = numeric.lane_sum(p)
     w = p * vs.T.unflatten(-1, (blocks, KV_BLOCK))[:, None, None]
+    w = w.masked_fill(hidden.unflatten(-1, (blocks, KV_BLOCK)), 0.0)  # a dead scale may be NaN
     peak = w.amax(-1)
     peak = torch.where(peak < numeric.TINY, torch.zeros_like(peak), peak)
     inverse = torch.where(peak > 0, torch.full_like(peak, 32767.0) / peak, torch.zeros_like(peak))

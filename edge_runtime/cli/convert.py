@@ -1,0 +1,292 @@
+"""`bitnest-edge convert`: a model in, a nested checkpoint out, with what it cost and what it kept.
+
+Invariant: an interrupted conversion leaves its finished parts, and the same command goes on from
+there; `convert_model` is also what first use of a known name runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edge_runtime.cli.options import Parsed, json_option, print_document
+from edge_runtime.errors import BackendUnavailable, BitnestError, BudgetError, CheckpointError
+
+if TYPE_CHECKING:
+    from edge_runtime.convert.pipeline import ConvertOptions
+    from edge_runtime.convert.source import Source
+    from edge_runtime.format.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """A finished conversion and what it cost."""
+
+    manifest: Manifest
+    seconds: float
+    peak_rss_bytes: int
+    num_bytes: int
+
+
+def parse_bound(text: str) -> float | None:
+    """Return how far, in base steps, GPTQ may move a code from its weight; None for `none`."""
+    if text == "none":
+        return None
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = -1.0
+    if not 0 <= bound < float("inf"):
+        raise ValueError(f"{text!r} is not a number of base steps >= 0, nor none")
+    return bound
+
+
+@click.command()
+@click.argument("src")
+@click.option("-o", "--out", required=True, metavar="DIR", help="Folder to make.")
+@click.option(
+    "--group-size",
+    type=click.Choice(["auto", "128", "64", "32"]),
+    default="auto",
+    show_default=True,
+    help="Weights that share a scale; auto: the largest that divides every input size.",
+)
+@click.option(
+    "--rotate",
+    type=click.Choice(["hadamard", "none"]),
+    default="hadamard",
+    show_default=True,
+    help="Rotate the residual stream and the values, so that outliers spread.",
+)
+@click.option(
+    "--base",
+    type=click.Choice(["gptq", "rtn"]),
+    default="gptq",
+    show_default=True,
+    help="How the 4-bit base is chosen.",
+)
+@click.option(
+    "--refine",
+    type=click.Choice(["gptq", "closed"]),
+    default="gptq",
+    show_default=True,
+    help="How the refinement is chosen: solved with the base fixed, or the paper's closed form.",
+)
+@click.option(
+    "--bound",
+    type=Parsed("bound", parse_bound),
+    default="0.25",
+    show_default=True,
+    metavar="F|none",
+    help="Base steps that a base code may lie from its weight: small favours the target's quality, "
+    "none the draft's.",
+)
+@click.option(
+    "--calib",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Calibration text, or JSON lines with text or messages.  [default: a bundled set]",
+)
+@click.option(
+    "--calib-tokens",
+    type=click.IntRange(min=512),
+    default=12288,
+    show_default=True,
+    metavar="N",
+    help="Tokens of it to use, in windows of 512.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**31 - 1),
+    default=0,
+    show_default=True,
+    metavar="S",
+    help="Seed of the rotations and of the order of the text.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "reference"]),
+    default="auto",
+    show_default=True,
+    help="What computes; this version has torch on the CPU only.",
+)
+@json_option
+def command(
+    src: str,
+    out: str,
+    group_size: str,
+    rotate: Any,
+    base: Any,
+    refine: Any,
+    bound: float | None,
+    calib: Path | None,
+    calib_tokens: int,
+    seed: int,
+    backend: str,
+    as_json: bool,
+) -> None:
+    """Turn a model into a nested checkpoint.
+
+    SRC is a Hugging Face folder, a .gguf file, or a known name, which is fetched first. One layer
+    is in memory at a time. After an interruption the same command continues.
+    """
+    require_torch("conversion")
+    from edge_runtime.cli.model import source_path
+    from edge_runtime.convert.pipeline import ConvertOptions
+
+    options = ConvertOptions(
+        group_size=None if group_size == "auto" else int(group_size),
+        rotate=rotate,
+        base=base,
+        refine=refine,
+        bound=bound,
+        calibration=calib,
+        calibration_tokens=calib_tokens,
+        seed=seed,
+    )
+    done = convert_model(source_path(src), Path(out), options)
+    for line in report_lines(done, Path(out)):
+        log.info("%s", line)
+    if as_json:
+        print_document(report_document(done, Path(out)))
+
+
+def require_torch(what: str) -> None:
+    """Raise BackendUnavailable with the install line where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        from edge_runtime.kernels import TORCH_HINT
+
+        raise BackendUnavailable(f"{what} needs torch, which is not installed", TORCH_HINT)
+
+
+def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
+    """Convert with progress on stderr. Raises what `open_source` and `Conversion` raise."""
+    from edge_runtime.convert.calibrate import calibration_documents
+    from edge_runtime.convert.source import open_source
+    from edge_runtime.decode.engine import peak_rss_bytes
+
+    if options.calibration is not None:
+        calibration_documents(options.calibration)  # refuse a bad file before anything is read
+    out = out.absolute()  # "." and ".." have no name that a partial folder could have
+    started = time.perf_counter()
+    source = open_source(path)
+    try:
+        for warning in source.warnings:
+            log.warning("%s", warning)
+        _announce(source, path, out, options)
+        manifest = _run(source, out, options)
+    finally:
+        source.close()
+    return Converted(
+        manifest=manifest,
+        seconds=time.perf_counter() - started,
+        peak_rss_bytes=peak_rss_bytes(),
+        num_bytes=sum(p.stat().st_size for p in out.iterdir() if p.is_file()),
+    )
+
+
+def _announce(source: Source, path: Path, out: Path, options: ConvertOptions) -> None:
+    from edge_runtime.convert import resources
+    from edge_runtime.convert.quantize import group_size_for
+    from edge_runtime.model.transformer import linear_shapes
+
+    spec = source.spec
+    sizes = [k for _, k in linear_shapes(spec).values()]
+    G = options.group_size or group_size_for(sizes)
+    kind = "none" if options.rotate == "none" else "orthogonal"  # the larger of the rotations
+    disk = resources.checkpoint_bytes(spec, G, kind)
+    memory = resources.conversion_bytes(spec, options.calibration_tokens)
+    log.info(
+        "Converting %s (%s, %d layers) to %s: needs %.2f GB of disk and about %.1f GiB of memory.",
+        path.name,
+        spec.architecture,
+        spec.num_layers,
+        out,
+        disk / 1e9,
+        memory / 2**30,
+    )
+
+
+def _run(source: Source, out: Path, options: ConvertOptions) -> Manifest:
+    """Run a conversion; what the disk refuses is told as an error, an interruption as a promise."""
+    from safetensors import SafetensorError
+
+    from edge_runtime.cli.progress import Progress
+    from edge_runtime.convert.pipeline import Conversion
+
+    partial = out.with_name(out.name + ".partial")
+    try:
+        with Progress() as progress:
+            return Conversion(source, out, options, progress).run()
+    except KeyboardInterrupt:
+        if partial.is_dir():
+            log.warning(
+                "Stopped. What is finished lies in %s; the same command continues from there.",
+                partial,
+            )
+        raise
+    except (OSError, SafetensorError) as error:
+        raise _disk_error(error, out, partial) from error
+
+
+def _disk_error(error: Exception, out: Path, partial: Path) -> BitnestError:
+    number = error.errno if isinstance(error, OSError) else None
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if number in _FULL or "No space left" in str(error):
+        return BudgetError(
+            f"disk: {partial} cannot grow: {reason}",
+            "free some space and run the same command again: it continues",
+        )
+    where = (error.filename if isinstance(error, OSError) else None) or partial
+    return CheckpointError(f"conversion to {out} failed: {where}: {reason}")
+
+
+def report_document(done: Converted, out: Path) -> dict[str, object]:
+    """Return the fields that `--json` promises."""
+    import msgspec
+
+    m = done.manifest
+    return {
+        "out_dir": str(out),
+        "bytes": done.num_bytes,
+        "seconds": round(done.seconds, 3),
+        "peak_rss_bytes": done.peak_rss_bytes,
+        "group_size": m.group_size,
+        "clipped_share": m.clipped_share,
+        "agreement": msgspec.to_builtins(m.agreement),
+    }
+
+
+def report_lines(done: Converted, out: Path) -> list[str]:
+    """Return the report for people."""
+    from edge_runtime.cli.progress import seconds_text
+
+    m = done.manifest
+    lines = [
+        f"{out}: {done.num_bytes / 1e6:.0f} MB in {seconds_text(done.seconds)}, peak memory "
+        f"{done.peak_rss_bytes / 2**30:.2f} GiB, group size {m.group_size}",
+        f"clipped weights: {m.clipped_share:.1%} (8-bit codes that the refinement of their base "
+        "code could not reach)",
+    ]
+    if (a := m.agreement) is not None:
+        kind = m.provenance.get("kind")
+        what = "the GGUF file, dequantised" if kind == "gguf" else "the source, unquantised"
+        lines += [
+            f"same next token at {a.positions} held-out positions (original: {what}):",
+            f"  target and original  {a.target_original:.3f}   quality of the answers",
+            f"  draft and target     {a.draft_target:.3f}   about the acceptance of drafts",
+            f"  draft and original   {a.draft_original:.3f}   quality of --view w4",
+            f"  plain 8-bit rounding {a.w8_rtn_original:.3f}   what the target is measured against",
+        ]
+    return lines

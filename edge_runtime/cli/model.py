@@ -1,0 +1,279 @@
+"""From the word a user typed for MODEL to an open engine.
+
+Invariant: a converted folder is used as it is; a known name is fetched and converted once, into the
+cache; an original model is never converted behind the user's back. What `auto` chose is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edge_runtime import paths
+from edge_runtime.cli.options import F, engine_options
+from edge_runtime.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from edge_runtime.convert.source import Source
+    from edge_runtime.decode.engine import Engine
+    from edge_runtime.format.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+CONVERTER = 1  # raise when conversion improves: first use then converts again
+FLOAT_CONTEXT = 4096  # of --view fp with --ctx auto: its cache is not packed
+
+original_option = click.option(
+    "--original",
+    metavar="SRC",
+    help="The unquantised model for --view fp.  [default: where the model was converted from]",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The shared options as click delivers them."""
+
+    backend: str = "auto"
+    view: str = "nest"
+    draft: str | int = "auto"
+    draft_source: str = "auto"
+    kv_policy: str = "auto"
+    ctx: str | int = "auto"
+    budget: int | None = None
+    reserve: int | None = None
+    threads: int | None = None
+    original: str | None = None
+
+
+def run_options(command: F) -> F:
+    """Add the options that arrive as the fields of `EngineOptions`."""
+    return engine_options(original_option(command))
+
+
+def open_model(name: str | None, options: EngineOptions) -> Engine:
+    """Resolve a model, open it and say what was chosen."""
+    path = checkpoint_path(name)
+    engine = _open_original(path, options) if options.view == "fp" else _open(path, options)
+    d = engine.draft
+    draft = f"draft {d.gamma} {d.source} ({d.why})" if d.gamma else f"no drafting ({d.why})"
+    log.info(
+        "%s · backend %s (%s) · view %s · %s · KV %s · context %d",
+        path.name,
+        engine.backend_name,
+        engine.backend_why,
+        engine.view,
+        draft,
+        engine.policy,
+        engine.context,
+    )
+    return engine
+
+
+def checkpoint_path(name: str | None) -> Path:
+    """Return the converted folder of MODEL (None: the default), made on first use.
+
+    Raises UsageError for a model that is not converted, CheckpointError for no model at all.
+    """
+    name = "default" if name is None else name
+    path = Path(name).expanduser()
+    if path.exists():
+        _refuse_original(path)
+        return path
+    if (partial := path.with_name(path.name + ".partial")).is_dir():
+        raise CheckpointError(
+            f"{path}: its conversion is not finished ({partial.name} is there)",
+            "run the same convert command again: it continues",
+        )
+    if (key := known_name(name)) is None:
+        raise _no_model(name)
+    return _cached_checkpoint(key)
+
+
+def source_path(name: str) -> Path:
+    """Return the file or folder of an original model; a known name is fetched."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if known_name(name) is None:
+        raise _no_model(name)
+    from edge_runtime.cli.pull import ProgressLine
+    from edge_runtime.convert.pull import pull
+
+    progress = ProgressLine()
+    try:
+        return pull(name, progress=progress)
+    finally:
+        progress.close()
+
+
+def known_name(name: str) -> str | None:
+    """Return the canonical form of a name that `pull` knows for sure, or None.
+
+    `org/name` could as well be a mistyped folder, so of the Hub only `hf:org/name` counts.
+    """
+    from edge_runtime.convert.pull import ALIASES, KNOWN
+
+    key = name.strip().lower()
+    key = ALIASES.get(key, key)
+    if key in KNOWN:
+        return key
+    return name.strip() if key.startswith("hf:") else None
+
+
+def _no_model(name: str) -> CheckpointError:
+    from edge_runtime.convert.pull import KNOWN
+
+    hint = f"known names: {', '.join(KNOWN)}"
+    if name.count("/") == 1 and not name.startswith(("/", ".", "~")):
+        hint = f"for a repository of the Hugging Face Hub write hf:{name}"
+    return CheckpointError(f"no model at {name}, and no known model of that name", hint)
+
+
+def _refuse_original(path: Path) -> None:
+    is_gguf = path.is_file() and path.suffix.lower() == ".gguf"
+    is_folder = (path / "config.json").is_file() and not (path / "manifest.json").is_file()
+    if path.name.endswith(".partial"):
+        raise CheckpointError(
+            f"{path}: a conversion that is not finished",
+            "run the same convert command again: it continues",
+        )
+    if is_gguf or is_folder:
+        kind = "a GGUF file" if is_gguf else "an unconverted Hugging Face folder"
+        out = path.absolute().name.removesuffix(".gguf") + "-nested"
+        line = f"bitnest-edge convert {shlex.quote(str(path))} -o {shlex.quote(out)}"
+        raise UsageError(
+            f"{path} is {kind}: expected a converted model", f"convert it first: {line}"
+        )
+
+
+def _cached_checkpoint(key: str) -> Path:
+    """Fetch and convert a known model, unless that was done before."""
+    folder = paths.cache_dir() / "checkpoints"
+    out = folder / f"{key.removeprefix('hf:').replace('/', '--')}-v{CONVERTER}"
+    if (out / "manifest.json").is_file():
+        return out
+    from edge_runtime.cli.convert import convert_model, report_lines, require_torch
+
+    require_torch("converting a model on first use")
+    from edge_runtime.convert.pipeline import ConvertOptions
+
+    log.info("First use of %s: it is fetched and converted once.", key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder / f".{out.name}.lock"):
+            if not (out / "manifest.json").is_file():  # another process may just have made it
+                done = convert_model(source_path(key), out, ConvertOptions())
+                for line in report_lines(done, out):
+                    log.info("%s", line)
+    except OSError as error:
+        raise UsageError(
+            f"cannot use the cache folder {folder}: {error.strerror or error}",
+            "set BITNEST_CACHE to a folder that can be written",
+        ) from None
+    return out
+
+
+@contextlib.contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Wait for other processes that convert the same model."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("Another process converts this model; waiting for it.")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _open(path: Path, options: EngineOptions) -> Engine:
+    from edge_runtime.decode.engine import Engine
+
+    return Engine.open(
+        path,
+        backend=options.backend,
+        view=options.view,
+        draft=options.draft,
+        draft_source=options.draft_source,
+        kv_policy=options.kv_policy,
+        ctx=options.ctx,
+        budget_bytes=options.budget,
+        reserve_bytes=options.reserve or 0,
+        threads=options.threads,
+    )
+
+
+def _open_original(path: Path, options: EngineOptions) -> Engine:
+    """Open the model a checkpoint was made from, unquantised, with the checkpoint's text."""
+    from edge_runtime.cli.convert import require_torch
+
+    require_torch("--view fp")
+    if options.backend not in ("auto", "reference"):
+        raise UsageError(f"--view fp runs on the reference backend only, got {options.backend}")
+    from edge_runtime.convert.original import float_model
+    from edge_runtime.convert.source import open_source
+    from edge_runtime.decode.draft import choose_draft
+    from edge_runtime.decode.engine import Engine, fit_context
+    from edge_runtime.format.reader import Checkpoint
+    from edge_runtime.text.tokenizer import Tokenizer
+
+    checkpoint = Checkpoint(path)
+    manifest = checkpoint.manifest
+    ctx = options.ctx
+    if ctx == "auto":
+        ctx = min(FLOAT_CONTEXT, manifest.spec.max_position)
+    context = fit_context(manifest.spec, ctx, "reference", options.budget, options.reserve or 0)
+    draft = choose_draft(str(options.draft), options.draft_source, "fp", "reference")
+    source = open_source(_original_path(manifest, options.original))
+    try:
+        _check_same_model(source, manifest)
+        model = float_model(source, context)
+    finally:
+        source.close()
+    if options.threads is not None:
+        log.warning("--threads has no effect with --view fp")
+    return Engine(
+        model,
+        Tokenizer.from_json(checkpoint.tokenizer_json(), manifest.text.eos_ids),
+        manifest.text,
+        view="fp",
+        context=context,
+        draft=draft,
+        backend_why="the unquantised model runs in plain torch",
+    )
+
+
+def _original_path(manifest: Manifest, original: str | None) -> Path:
+    if original is not None:
+        return source_path(original)
+    recorded = manifest.provenance.get("path", "")
+    if recorded and Path(recorded).exists():
+        return Path(recorded)
+    raise UsageError(
+        "--view fp needs the unquantised model, and it is not where it was converted from"
+        + (f" ({recorded})" if recorded else ""),
+        "give it: --original SRC, a Hugging Face folder, a .gguf file or a known name",
+    )
+
+
+def _check_same_model(source: Source, manifest: Manifest) -> None:
+    """Refuse another model; another file of the same model (a GGUF's own original) may be."""
+    mine, theirs = manifest.spec, source.spec
+    if (
+        (mine.architecture, mine.num_layers, mine.hidden_size)
+        != (theirs.architecture, theirs.num_layers, theirs.hidden_size)
+    ) or manifest.text.num_tokens != source.text.num_tokens:
+        raise UsageError(
+            "--original is another model than the one this checkpoint was converted from",
+            f"it was made from {manifest.provenance.get('path') or manifest.provenance}",
+        )
+    if source.provenance.get("sha256") != manifest.provenance.get("sha256"):
+        log.warning("--original is another file than the one this checkpoint was converted from")

@@ -1,0 +1,201 @@
+"""convert: the document and report, interruption and resumption, and first use of a known name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import tiny_models
+from tiny_checkpoints import tiny_options
+
+from edge_runtime import cli
+from edge_runtime.cli import convert, model
+from edge_runtime.cli.progress import Progress, seconds_text
+from edge_runtime.convert.pipeline import ConvertOptions
+from edge_runtime.errors import CheckpointError
+from edge_runtime.format.reader import Checkpoint
+
+SHOWN = Progress.__call__
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(a) for a in args])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return exit_.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> list[object]:
+    file = tiny_options(tmp_path).calibration
+    return ["--calib", file, "--calib-tokens", 512]
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    return {n: p.sha256 for n, p in Checkpoint(checkpoint).manifest.planes.items()}
+
+
+def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -> None:
+    out_dir = tmp_path / "out"
+    code, out, err = call("convert", tiny_source, "-o", out_dir, *calibration, "--json")
+    assert code == 0
+    assert out.count("\n") == 1
+    document = json.loads(out)
+    assert set(document) == {
+        "out_dir",
+        "bytes",
+        "seconds",
+        "peak_rss_bytes",
+        "group_size",
+        "clipped_share",
+        "agreement",
+    }
+    assert set(document["agreement"]) == {
+        "target_original",
+        "draft_target",
+        "draft_original",
+        "w8_rtn_original",
+        "positions",
+    }
+    assert document["out_dir"] == str(out_dir)
+    assert document["bytes"] == sum(p.stat().st_size for p in out_dir.iterdir())
+    assert "of disk and about" in err
+    assert f"{document['agreement']['target_original']:.3f}" in err
+    code, out, err = call("convert", tiny_source, "-o", out_dir, *calibration)
+    assert (code, out) == (2, "")
+    assert "already exists" in err
+
+
+def test_ctrl_c_and_on_again(
+    call, tiny_source, tiny_checkpoint, tmp_path, calibration, monkeypatch
+) -> None:
+    def interrupted(self: Progress, done: int, total: int, what: str) -> None:
+        if done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        SHOWN(self, done, total, what)
+
+    out_dir = tmp_path / "out"
+    monkeypatch.setattr(Progress, "__call__", interrupted)
+    code, out, err = call("convert", tiny_source, "-o", out_dir, *calibration)
+    assert (code, out) == (130, "")
+    assert "same command continues" in err
+    assert not out_dir.exists()
+    assert (tmp_path / "out.partial" / "layer-000.safetensors").is_file()
+
+    monkeypatch.setattr(Progress, "__call__", SHOWN)
+    code, _, err = call("convert", tiny_source, "-o", out_dir, *calibration, "--seed", 1)
+    assert code == 2
+    assert "other options" in err
+    code, _, _ = call("convert", tiny_source, "-o", out_dir, *calibration)
+    assert code == 0
+    assert hashes(out_dir) == hashes(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "reason"),
+    [
+        (["--group-size", "48"], 2, "--group-size"),
+        (["--bound", "-1"], 2, "--bound"),
+        (["--bound", "inf"], 2, "--bound"),
+        (["--calib", "/no/such/file"], 5, "calibration file not found"),
+        (["--calib-tokens", "100"], 2, "--calib-tokens"),
+        (["--backend", "cuda"], 2, "--backend"),
+    ],
+)
+def test_exit_codes(call, tiny_source, tmp_path, args, code, reason) -> None:
+    found, out, err = call("convert", tiny_source, "-o", tmp_path / "out", *args)
+    assert (found, out) == (code, "")
+    assert reason in err
+
+
+def test_what_is_no_source(call, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for source, reason in (
+        (tmp_path / "missing", "no model at"),
+        (tiny_checkpoint, "already a nested checkpoint"),
+        (tmp_path, "config.json"),
+    ):
+        code, out, err = call("convert", source, "-o", tmp_path / "out")
+        assert (code, out) == (5, "")
+        assert reason in err
+
+
+def test_a_full_disk_is_no_traceback(call, tiny_source, tmp_path, calibration, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("edge_runtime.format.writer.CheckpointWriter.shard", full)
+    code, _, err = call("convert", tiny_source, "-o", tmp_path / "out", *calibration)
+    assert code == 3
+    assert "No space left" in err
+
+
+def test_a_gguf_converts(call, tmp_path: Path, calibration) -> None:
+    gguf = tiny_models.write_gguf(tmp_path / "model.gguf")
+    code, _, err = call(
+        "convert", gguf, "-o", tmp_path / "out", *calibration, "--bound", "none", "--refine",
+        "closed", "--group-size", "32", "--rotate", "none",
+    )  # fmt: skip
+    assert code == 0
+    assert "dequantised" in err
+    manifest = Checkpoint(tmp_path / "out").manifest
+    assert (manifest.group_size, manifest.options.bound) == (32, None)
+    assert (manifest.options.refine, manifest.rotation.kind) == ("closed", "none")
+
+
+def test_first_use_converts_once(call, tiny_source, tmp_path, calibration, monkeypatch) -> None:
+    options = ConvertOptions(calibration=calibration[1], calibration_tokens=512)
+    pulled: list[str] = []
+
+    def pull(name: str, *, progress: object) -> Path:
+        pulled.append(name)
+        return tiny_source
+
+    monkeypatch.setenv("BITNEST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("edge_runtime.convert.pull.pull", pull)
+    monkeypatch.setattr("edge_runtime.convert.pipeline.ConvertOptions", lambda: options)
+    code, out, err = call("chat", "--once", "hello", "-n", 4)
+    assert code == 0
+    assert out
+    assert "converted once" in err
+    assert (tmp_path / "cache/checkpoints/smollm2-135m-v1/manifest.json").is_file()
+    code, again, err = call("generate", "SmolLM2", "-p", "hello", "-n", 4)
+    assert (code, again) == (0, out)
+    assert "converted once" not in err
+    assert pulled == ["smollm2-135m"]
+
+
+def test_the_defaults_are_the_pipelines() -> None:
+    options = {p.name: p.default for p in convert.command.params}
+    assert options["calib_tokens"] == ConvertOptions().calibration_tokens
+    assert float(options["bound"]) == ConvertOptions().bound
+    assert options["base"] == ConvertOptions().base
+    assert options["refine"] == ConvertOptions().refine
+    assert options["rotate"] == ConvertOptions().rotate
+    assert options["seed"] == ConvertOptions().seed
+    assert set(inspect.signature(ConvertOptions).parameters) == {
+        "group_size", "rotate", "base", "refine", "bound", "calibration", "calibration_tokens",
+        "r3", "seed",
+    }  # fmt: skip
+
+
+def test_only_sure_names_are_fetched() -> None:
+    assert model.known_name("Default") == "smollm2-135m"
+    assert model.known_name("hf:Org/Name") == "hf:Org/Name"
+    assert model.known_name("org/name") is None
+    with pytest.raises(CheckpointError):
+        model.source_path("some/typo")
+
+
+def test_durations() -> None:
+    assert [seconds_text(s) for s in (0.4, 59.4, 61, 3600, 7500)] == [
+        "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 05 min",
+    ]  # fmt: skip

@@ -109,7 +109,7 @@ def test_only_drafts_read_by_the_policy(
         return original(self, program, batch, cache)
 
     monkeypatch.setattr(backend, "run", spy)
-    run(engine, random_prompt(1))
+    run(engine, random_prompt(1, 95))  # 125 tokens: across the block at 128
     assert {view for view, _ in seen} == {"w4", "w8"}
     for view, batch in seen:
         wanted = recent if view == "w4" else None

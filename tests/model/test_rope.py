@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_type": "llama3", "factor": 8.0} | LLAMA3,
     "yarn": YARN,
     "yarn-betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
-    "yarn-long": YARN | {"original_max_position_embeddings": 2**20},
+    "yarn-long": YARN | {"original_max_position_embeddings": 2**16},
     "yarn-exact": YARN | {"truncate": False},
     "yarn-factor": YARN | {"attention_factor": 1.3},
     "yarn-mscale": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},

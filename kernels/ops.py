@@ -194,6 +194,11 @@ class Cache(Protocol):
 
     capacity: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated."""
+        ...
+
     def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the first `length` tokens: base, refine uint8 [L, 2, T, Hkv, D/2] and
         scale fp16 [L, 2, T, Hkv]; axis 1 is K, V."""

@@ -80,7 +80,9 @@ def running_draft(engine: Engine, ids: list[int], num: int, policy) -> np.ndarra
     chosen = []
     for at in range(len(ids) - num, len(ids)):
         chosen.append(
-            engine.model.forward("w4", ids[at : at + 1], at, engine.cache, policy=policy).argmax()[0]
+            engine.model.forward("w4", ids[at : at + 1], at, engine.cache, policy=policy).argmax()[
+                0
+            ]
         )
         engine.model.forward("w8", ids[at : at + 1], at, engine.cache)  # what verification restores
     return np.array(chosen)

@@ -105,6 +105,7 @@ class Conversion:
         self.writer = CheckpointWriter(out, identity)
         self._rows: list[dict[str, Any]] = []
         self._tokenizer = Tokenizer.from_json(source.tokenizer_json)
+        self._window = min(WINDOW, spec.max_position)
         self.shards = ["embed", *(f"layer-{i:03}" for i in range(spec.num_layers)), "head"]
 
     def _rotation(self) -> fmt.Rotation:
@@ -143,9 +144,16 @@ class Conversion:
             def encode_chat(messages: list[dict[str, str]]) -> list[int]:
                 return template.encode(self._tokenizer, messages, add_generation_prompt=False)
 
-        count = max(1, o.calibration_tokens // WINDOW)
+        count = max(1, o.calibration_tokens // self._window)
         documents = calibration_documents(o.calibration)
-        found = windows(documents, encode, encode_chat, count + HELD_OUT_WINDOWS, seed=o.seed)
+        found = windows(
+            documents,
+            encode,
+            encode_chat,
+            count + HELD_OUT_WINDOWS,
+            length=self._window,
+            seed=o.seed,
+        )
         if len(found) <= HELD_OUT_WINDOWS:  # a very short text: measure on what there is
             return found, found
         return found[:-HELD_OUT_WINDOWS], found[-HELD_OUT_WINDOWS:]
@@ -191,7 +199,7 @@ class Conversion:
     def _layer(self, i: int, states: list[Tensor], checked: HeldOut) -> None:
         shard, p, local = f"layer-{i:03}", f"layers.{i}.", "layers.0."
         fused = self.fused_layer(i)
-        backend = layers.float_layer(fused, self.spec, self._one, WINDOW)
+        backend = layers.float_layer(fused, self.spec, self._one, self._window)
         hessians = HessianSum()
         done = self.writer.has(shard)
         layers.advance(

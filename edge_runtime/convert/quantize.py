@@ -33,6 +33,7 @@ from edge_runtime.errors import CheckpointError
 
 GROUP_SIZES = (128, 64, 32)
 MULT_MAX = 32767
+SWEEPS = 2  # of coordinate descent after each greedy pass (figures: tools/LOG.md)
 _BLOCK = 32  # columns solved one by one between two matrix products
 _CHUNK_VALUES = 1 << 20  # weights of one row chunk: bounds the scratch memory of a thread
 _CHUNK_ROWS = 256  # at least: a chunk reads the whole factor
@@ -65,11 +66,13 @@ class PlainCodes(NamedTuple):
 class HessianFactor:
     """What the solver needs of one input's Hessian; shared by all matrices that read this input.
 
-    coupling[j, i] = M[i, j] / M[j, j] for i < j, else 0, fp32 [K, K]. `damping` is the share of
-    the mean diagonal that was added, `dead` the number of inputs that were always zero.
+    coupling[j, i] = M[i, j] / M[j, j] for i < j, else 0, and pull[j, i] = H[j, i] / H[j, j], both
+    fp32 [K, K]. `damping` is the share of the mean diagonal that was added, `dead` the number of
+    inputs that were always zero.
     """
 
     coupling: torch.Tensor
+    pull: torch.Tensor
     damping: float
     dead: int
 
@@ -103,10 +106,11 @@ def factor_hessian(H: torch.Tensor, *, name: str = "") -> HessianFactor:
             break
     else:
         raise CheckpointError(f"calibration of {name or 'a matrix'}: its Hessian is not positive")
+    pull = (A / A.diagonal()[:, None]).float().flip(0, 1).contiguous()
     del A
     L /= L.diagonal().clone()  # columns by their diagonal: L[i, j] / L[j, j]
     coupling = L.float().T.flip(0, 1).tril(-1).contiguous()
-    return HessianFactor(coupling=coupling, damping=damping, dead=int(dead.sum()))
+    return HessianFactor(coupling=coupling, pull=pull, damping=damping, dead=int(dead.sum()))
 
 
 def fit_scales(W: torch.Tensor, G: int, *, name: str = "") -> Scales:
@@ -128,6 +132,7 @@ def solve_base(
     *,
     bound: float | None = 0.25,
     method: Literal["gptq", "rtn"] = "gptq",
+    sweeps: int = SWEEPS,
     name: str = "",
 ) -> torch.Tensor:
     """Return the base codes q4 int8 [N, Kp] in [-8, 7] of W [N, K].
@@ -150,7 +155,7 @@ def solve_base(
         if bound is not None:  # rounding is monotone: bound the code instead of the value
             low = (T - bound).round_().clamp_(-8, 7).float().T.contiguous()
             high = (T + bound).round_().clamp_(-8, 7).float().T.contiguous()
-        q4[rows, : W.shape[1]], moved = _solve(W[rows].float(), scale, low, high, factor, G)
+        q4[rows, : W.shape[1]], moved = _solve(W[rows].float(), scale, low, high, factor, G, sweeps)
         return moved
 
     _each_chunk(W, solve)
@@ -166,6 +171,7 @@ def solve_refine(
     G: int,
     *,
     method: Literal["gptq", "closed"] = "gptq",
+    sweeps: int = SWEEPS,
     name: str = "",
 ) -> Refinement:
     """Return the refinement qr int8 [N, Kp] of W [N, K] over the fixed base q4.
@@ -189,7 +195,7 @@ def solve_refine(
             return int((free != codes).sum())
         assert factor is not None, "gptq needs a Hessian"
         low = low.T.contiguous()
-        qr[rows, :K], moved = _solve(residual.float(), scale, low, 7.0, factor, G)
+        qr[rows, :K], moved = _solve(residual.float(), scale, low, 7.0, factor, G, sweeps)
         return moved
 
     return Refinement(qr, _each_chunk(W, solve) / max(1, N * K))
@@ -254,6 +260,7 @@ def _solve(
     high: torch.Tensor | float,
     factor: HessianFactor,
     G: int,
+    sweeps: int,
 ) -> tuple[torch.Tensor, int]:
     """Round W [n, K] fp32 column by column within [low, high]; the recurrence of the module head.
 
@@ -282,7 +289,45 @@ def _solve(
             torch.addcmul(WT[j], q, step[j // G], value=-1, out=E[j])
         codes[a:z] = kept[: z - a]
         moved += int((free[: z - a] != kept[: z - a]).sum())
+    for _ in range(sweeps):
+        moved = _descend(WT, E, codes, step, inverse, low, high, factor.pull, G)
     return codes.T, moved
+
+
+def _descend(
+    WT: torch.Tensor,
+    E: torch.Tensor,
+    codes: torch.Tensor,
+    step: torch.Tensor,
+    inverse: torch.Tensor,
+    low: torch.Tensor | float,
+    high: torch.Tensor | float,
+    pull: torch.Tensor,
+    G: int,
+) -> int:
+    """One sweep of coordinate descent: each code in turn becomes the best one, the others fixed.
+
+    With r = Σ_i pull[j, i] · E[i] the best value of column j is w[j] - E[j] + r. Changes E and codes
+    [K, n] in place (the error never grows) and returns how many codes the limits moved.
+    """
+    K, n = WT.shape
+    D, kept = torch.empty(_BLOCK, n), torch.empty(n)
+    moved = 0
+    for a in range(0, K, _BLOCK):
+        z = min(a + _BLOCK, K)
+        R = pull[a:z] @ E
+        for j in range(a, z):
+            t = torch.addmv(R[j - a], D[: j - a].T, pull[j, a:j])
+            t.add_(WT[j]).sub_(E[j]).mul_(inverse[j // G]).round_()
+            lo = low if isinstance(low, float) else low[j]
+            hi = high if isinstance(high, float) else high[j]
+            _clamp(t, lo, hi, kept)
+            moved += int((t != kept).sum())
+            codes[j] = kept
+            after = torch.addcmul(WT[j], kept, step[j // G], value=-1)
+            torch.sub(after, E[j], out=D[j - a])
+            E[j] = after
+    return moved
 
 
 def _clamp(

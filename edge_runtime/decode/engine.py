@@ -140,7 +140,7 @@ class Engine:
         UsageError and, for a prompt that does not fit, ContextError.
         """
         self.end_running()
-        parsed = Prompt(self._spans(prompt), self.model.spec.hidden_size, self._num_tokens)
+        parsed = Prompt(self._spans(prompt), self.model.spec.hidden_size, self.num_tokens)
         room = self.context - len(parsed)
         if room < 1:
             raise ContextError(
@@ -180,19 +180,13 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes: weights as the backend holds them, KV cache, the rest, and the process's peak."""
         process = psutil.Process().memory_info()
-        weights, kv = self.model.backend.weights_bytes, self.kv_bytes
+        weights, kv = self.model.backend.weights_bytes, self.cache.num_bytes
         return {
             "weights_bytes": weights,
             "kv_bytes": kv,
             "workspace_bytes": max(0, process.rss - weights - kv),
             "peak_bytes": peak_rss_bytes(),
         }
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the allocated cache."""
-        s = self.model.spec
-        return self.context * kv_stored_per_token_bytes(s.num_layers, s.num_kv_heads, s.head_dim)
 
     def close(self) -> None:
         """End a running generation and free the weights."""
@@ -244,7 +238,8 @@ class Engine:
         return TextStream(self.tokenizer, stop)
 
     @property
-    def _num_tokens(self) -> int:
+    def num_tokens(self) -> int:
+        """Ids that exist: padding rows of the vocabulary are cut off."""
         return min(self.text.num_tokens, self.model.spec.vocab_size)
 
     def _spans(self, prompt: PromptLike) -> list[Span]:
@@ -265,8 +260,8 @@ class Engine:
         if len(allowed_ids) == 0:
             raise UsageError("allowed_ids: expected at least one id, got none")
         for i in allowed_ids:
-            if not 0 <= i < self._num_tokens:
-                raise UsageError(f"allowed_ids: expected 0…{self._num_tokens - 1}, got {i}")
+            if not 0 <= i < self.num_tokens:
+                raise UsageError(f"allowed_ids: expected 0…{self.num_tokens - 1}, got {i}")
 
 
 def fit_context(

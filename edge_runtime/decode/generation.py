@@ -27,6 +27,7 @@ from edge_runtime.decode.draft import (
 )
 from edge_runtime.decode.request import DraftStats, FinishReason, Prompt, Result, Token
 from edge_runtime.decode.sampling import Sampling, choose
+from edge_runtime.kernels.layout import MAX_GAMMA
 from edge_runtime.kernels.ops import Logits
 from edge_runtime.text.stream import Piece
 
@@ -64,6 +65,9 @@ class Generation:
         self._stats = DraftStats()
         self._stream = engine.new_stream(stop)
         self._source = draft_source or self._own_source(engine.draft)
+        self._gamma = (
+            engine.draft.gamma if draft_source is None else engine.draft.gamma or MAX_GAMMA
+        )
         self.result = Result(
             prompt_tokens=len(prompt),
             backend=engine.backend_name,
@@ -183,11 +187,14 @@ class Generation:
         engine, prompt = self._engine, self._prompt
         start = len(prompt) + len(self._answer) - 1  # position of the last token
         left = self._max_new - len(self._answer)
-        gamma = min(engine.draft.gamma, left - 1, engine.context - 1 - start)
+        gamma = min(self._gamma, left - 1, engine.context - 1 - start)
         draft: list[int] = []
         if self._source is not None and gamma > 0:
             tokens = prompt.ids + self._answer
-            draft = self._source.propose(tokens, start, gamma)[:gamma]
+            for token in self._source.propose(tokens, start, gamma)[:gamma]:
+                if not 0 <= token < engine.num_tokens:
+                    break  # a caller's own source may guess anything
+                draft.append(token)
         rows = [self._answer[-1], *draft]
         logits = engine.model.forward(
             engine.target_view, rows, start, engine.cache, num_logits=len(rows)
@@ -198,7 +205,6 @@ class Generation:
         self._stats.gamma_total += len(draft)
         self._stats.drafted += len(draft)
         self._stats.accepted += len(chosen) - 1
-        self._stats.emitted += len(chosen)
         return chosen
 
     def _accept(self, logits: Logits, start: int, draft: list[int]) -> list[int]:
@@ -253,8 +259,8 @@ class Generation:
         r.new_tokens = len(r.token_ids)
         if reason in ("cancelled", "deadline"):
             r.text += self._stream.flush().text
-        emitted = self._stats.emitted
-        r.decode_tok_s = emitted / r.decode_s if r.decode_s else 0.0
+        self._stats.emitted = max(0, len(self._answer) - 1)
+        r.decode_tok_s = self._stats.emitted / r.decode_s if r.decode_s else 0.0
         r.draft = self._stats.as_dict()
         r.memory = engine.memory()
         engine.ended(self)

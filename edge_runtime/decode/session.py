@@ -29,8 +29,8 @@ class Session:
     def ask(self, text: str, **options: Any) -> Iterator[Token]:
         """Yield the answer to a user message; options as for `Engine.generate`.
 
-        The turn is added to `messages` when the answer ends, whether by itself, by `cancel`, by a
-        deadline or because the caller stopped iterating. Raises what `Engine.generate` raises,
+        The turn is added to `messages` when the answer ends: by itself, by `cancel`, by a deadline,
+        by Ctrl-C or because the caller stopped iterating. Raises what `Engine.generate` raises,
         leaving the history unchanged.
         """
         turn = [*self.messages, {"role": "user", "content": text}]
@@ -39,9 +39,7 @@ class Session:
         failed = False
         try:
             yield from generation
-        except GeneratorExit:
-            raise
-        except BaseException:
+        except Exception:
             failed = True
             raise
         finally:

@@ -38,13 +38,14 @@ class CheckpointWriter:
             raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
         self.partial = out.with_name(out.name + ".partial")
         state = self.partial / RESUME / "identity"
-        if self.partial.exists() and (not state.is_file() or state.read_text() != identity):
+        found = state.read_text() if state.is_file() else None
+        if found != identity and any(self.partial.glob("*.safetensors")):
             raise UsageError(
                 f"{self.partial}: holds a conversion of another model or with other options",
                 f"remove it to start again: rm -r {self.partial}",
             )
         state.parent.mkdir(parents=True, exist_ok=True)
-        if not state.exists():
+        if found != identity:
             write_atomic(state, identity.encode())
 
     def has(self, shard: str) -> bool:

@@ -29,6 +29,11 @@ class NestedCache:
         self.refine = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8)
         self.scale = torch.zeros(*shape, dtype=torch.float16)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the planes and scales."""
+        return self.base.nbytes + self.refine.nbytes + self.scale.nbytes
+
     def write(
         self, layer: int, kind: int, positions: Tensor, nested: tuple[Tensor, Tensor, Tensor]
     ) -> None:
@@ -64,6 +69,11 @@ class PlainCache:
         g = geometry
         self.capacity = capacity
         self.kv = torch.zeros(g.num_layers, 2, capacity, g.num_kv_heads, g.head_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return self.kv.nbytes
 
     def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
         """Return a copy of the first `length` tokens."""

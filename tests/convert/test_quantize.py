@@ -115,7 +115,7 @@ def test_base_is_textbook_gptq(K: int, bound: float | None) -> None:
     low, high = torch.full_like(t0, -8), torch.full_like(t0, 7)
     if bound is not None:
         low, high = (t0 - bound).round().clamp(-8, 7), (t0 + bound).round().clamp(-8, 7)
-    q4 = qz.solve_base(W, qz.factor_hessian(H), *scales, G, bound=bound)
+    q4 = qz.solve_base(W, qz.factor_hessian(H), *scales, G, bound=bound, sweeps=0)
     # fp32 against fp64: a value at a rounding boundary may go the other way and drag a few along
     agree = (q4[:, :K] == textbook_gptq(W, H, s4, low, high)).double().mean()
     assert float(agree) > 0.995
@@ -129,9 +129,31 @@ def test_refinement_is_textbook_gptq_in_its_box() -> None:
     s4 = base_scale(scales, 96)
     low = torch.where(q4 == -8, 0.0, -8.0).double()
     expected = textbook_gptq(W - q4 * s4, H, s4 / 16, low, torch.full_like(low, 7))
-    got = qz.solve_refine(W, factor, q4, *scales, G)
+    got = qz.solve_refine(W, factor, q4, *scales, G, sweeps=0)
     assert float((got.codes == expected).double().mean()) > 0.995
     assert 0 < got.clipped < 0.5
+
+
+def test_every_sweep_lowers_the_error() -> None:
+    """Coordinate descent never makes base or target worse, and its codes keep their limits."""
+    W, H = make_weights(50, 200), make_hessian(200)
+    factor, scales = qz.factor_hessian(H), qz.fit_scales(W, G)
+    damped = H + factor.damping * H.diagonal().mean() * torch.eye(200)
+    t0 = (W.double() / base_scale(scales, 200)).clamp(-8.25, 7.25)
+    base_errors, target_errors = [], []
+    for sweeps in (0, 1, 2, 4):
+        q4 = qz.solve_base(W, factor, *scales, G, sweeps=sweeps)
+        assert float((q4[:, :200] - t0).abs().max()) <= 0.75 + 1e-9
+        draft = qz.dequantize(16 * q4.short(), *scales, G, 200)
+        base_errors.append(qz.relative_error(W, draft, damped))
+        fixed = qz.solve_base(W, factor, *scales, G, sweeps=0)
+        qr = qz.solve_refine(W, factor, fixed, *scales, G, sweeps=sweeps).codes
+        assert bool(((qr >= 0) | (fixed != -8)).all())
+        target = qz.dequantize(16 * fixed.short() + qr, *scales, G, 200)
+        target_errors.append(qz.relative_error(W, target, damped))
+    for errors in (base_errors, target_errors):
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.95 * errors[0]
 
 
 @pytest.mark.parametrize("delta", [0.1, 0.25, 0.5])

@@ -18,12 +18,6 @@ from edge_runtime.kernels import pack
 from edge_runtime.kernels.reference.linear import ExactLinear
 
 
-import os
-
-SB = int(os.environ.get("SB", "2"))
-SR = int(os.environ.get("SR", "2"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How matrices are nested."""
@@ -90,11 +84,9 @@ def nest_matrix(
     factor = quantize.factor_hessian(H, name=name) if needs_factor and H is not None else None
     mult, scale = quantize.fit_scales(W, G, name=name)
     q4 = quantize.solve_base(
-        W, factor, mult, scale, G, bound=recipe.bound, method=recipe.base, sweeps=SB, name=name
+        W, factor, mult, scale, G, bound=recipe.bound, method=recipe.base, name=name
     )
-    refined = quantize.solve_refine(
-        W, factor, q4, mult, scale, G, method=recipe.refine, sweeps=SR, name=name
-    )
+    refined = quantize.solve_refine(W, factor, q4, mult, scale, G, method=recipe.refine, name=name)
     nested = Nested(q4=q4, qr=refined.codes, mult=mult, scale=scale, bias=bias, group_size=G)
     row: dict[str, Any] = {
         "name": name,

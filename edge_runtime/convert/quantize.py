@@ -11,7 +11,8 @@ target for column j given the codes before it is
 
     t[j] = w[j] + Σ_{i<j} E[i] · M[i, j] / M[j, j],      E[i] = w[i] - code[i] · scale[i].
 
-That is GPTQ's compensation without an inverse Hessian. The base keeps t within `bound` base steps
+That is GPTQ's compensation without an inverse Hessian. Sweeps of coordinate descent may follow:
+each code in turn is set to the best one while all others stay. The base keeps t within `bound` base steps
 of the original weight (bounded GPTQ): a free base strays so far that the refinement cannot reach
 back. The refinement is the same pass over w - q4·s4 with scale s4/16 and the box of legal
 nibbles. Sources: bitnest paper A.1 (equations 5 to 10; "closed" is equation 9), GPTQ (Frantar et
@@ -33,7 +34,9 @@ from edge_runtime.errors import CheckpointError
 
 GROUP_SIZES = (128, 64, 32)
 MULT_MAX = 32767
-SWEEPS = 2  # of coordinate descent after each greedy pass (figures: tools/LOG.md)
+# Sweeps of coordinate descent after the greedy pass. The refinement gains a point of target
+# agreement by them; on the base they win two for the draft and cost the target one (tools/LOG.md).
+BASE_SWEEPS, REFINE_SWEEPS = 0, 3
 _BLOCK = 32  # columns solved one by one between two matrix products
 _CHUNK_VALUES = 1 << 20  # weights of one row chunk: bounds the scratch memory of a thread
 _CHUNK_ROWS = 256  # at least: a chunk reads the whole factor
@@ -132,7 +135,7 @@ def solve_base(
     *,
     bound: float | None = 0.25,
     method: Literal["gptq", "rtn"] = "gptq",
-    sweeps: int = SWEEPS,
+    sweeps: int = BASE_SWEEPS,
     name: str = "",
 ) -> torch.Tensor:
     """Return the base codes q4 int8 [N, Kp] in [-8, 7] of W [N, K].
@@ -171,7 +174,7 @@ def solve_refine(
     G: int,
     *,
     method: Literal["gptq", "closed"] = "gptq",
-    sweeps: int = SWEEPS,
+    sweeps: int = REFINE_SWEEPS,
     name: str = "",
 ) -> Refinement:
     """Return the refinement qr int8 [N, Kp] of W [N, K] over the fixed base q4.
@@ -307,7 +310,7 @@ def _descend(
 ) -> int:
     """One sweep of coordinate descent: each code in turn becomes the best one, the others fixed.
 
-    With r = Σ_i pull[j, i] · E[i] the best value of column j is w[j] - E[j] + r. Changes E and codes
+    With r = Σ_i pull[j, i] · E[i] the best value of column j is w[j] - E[j] + r. Changes E, codes
     [K, n] in place (the error never grows) and returns how many codes the limits moved.
     """
     K, n = WT.shape

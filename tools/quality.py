@@ -32,7 +32,7 @@ from edge_runtime.kernels.ops import Batch
 from edge_runtime.text.tokenizer import Tokenizer
 
 CONTEXT = 2048
-CHUNK = 256
+CHUNK = 512
 ANSWER_TOKENS = 110
 
 

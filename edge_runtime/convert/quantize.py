@@ -12,11 +12,11 @@ target for column j given the codes before it is
     t[j] = w[j] + Σ_{i<j} E[i] · M[i, j] / M[j, j],      E[i] = w[i] - code[i] · scale[i].
 
 That is GPTQ's compensation without an inverse Hessian. Sweeps of coordinate descent may follow:
-each code in turn is set to the best one while all others stay. The base keeps t within `bound` base steps
-of the original weight (bounded GPTQ): a free base strays so far that the refinement cannot reach
-back. The refinement is the same pass over w - q4·s4 with scale s4/16 and the box of legal
+each code in turn is set to the best one while all others stay. The base keeps t within `bound` base
+steps of the original weight (bounded GPTQ): a free base strays so far that the refinement cannot
+reach back. The refinement is the same pass over w - q4·s4 with scale s4/16 and the box of legal
 nibbles. Sources: bitnest paper A.1 (equations 5 to 10; "closed" is equation 9), GPTQ (Frantar et
-al. 2022), DESIGN section 4 for the bound, the box and the figures behind both.
+al. 2022); the bound, the box and the figures behind both are in tools/LOG.md.
 
 It does not search for clipping scales (harmful to the target) and does not reorder columns.
 """

@@ -87,11 +87,11 @@ def test_both_without_a_match_is_the_base() -> None:
 @pytest.mark.parametrize(
     ("gamma", "source", "view", "backend", "want"),
     [
-        ("auto", "auto", "nest", "reference", (7, "ngram")),
+        ("auto", "auto", "nest", "reference", (4, "ngram")),
         ("auto", "auto", "nest", "cpu", (4, "base")),
         ("auto", "base", "nest", "reference", (4, "base")),
         ("auto", "both", "nest", "cpu", (7, "both")),
-        ("auto", "ngram", "nest", "cpu", (7, "ngram")),
+        ("auto", "ngram", "nest", "cpu", (4, "ngram")),
         ("3", "auto", "nest", "reference", (3, "base")),
         ("7", "both", "nest", "reference", (7, "both")),
         ("0", "ngram", "nest", "cpu", (0, "base")),

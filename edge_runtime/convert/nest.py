@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.convert import quantize
+from edge_runtime.convert.gptq import factor_hessian
 from edge_runtime.kernels import pack
 from edge_runtime.kernels.reference.linear import ExactLinear
 
@@ -81,7 +82,7 @@ def nest_matrix(
     started = time.perf_counter()
     G = recipe.group_size
     needs_factor = recipe.base == "gptq" or recipe.refine == "gptq"
-    factor = quantize.factor_hessian(H, name=name) if needs_factor and H is not None else None
+    factor = factor_hessian(H, name=name) if needs_factor and H is not None else None
     mult, scale = quantize.fit_scales(W, G, name=name)
     q4 = quantize.solve_base(
         W, factor, mult, scale, G, bound=recipe.bound, method=recipe.base, name=name

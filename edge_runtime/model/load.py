@@ -101,4 +101,5 @@ def quantise_rows(
     peak = np.where(peak < np.float32(2.0**-100), np.float32(0), peak)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     codes = np.clip(np.rint(x * inverse[:, None]), -127, 127).astype(np.int8)
-    return codes, peak / np.float32(127)
+    scale: npt.NDArray[np.float32] = (peak / np.float32(127)).astype(np.float32)
+    return codes, scale

@@ -5,33 +5,11 @@ from typing import Literal
 
 import pytest
 import torch
+from hessians import G, draft, make_hessian, make_weights, target
 
 from edge_runtime.convert import quantize as qz
+from edge_runtime.convert.gptq import factor_hessian
 from edge_runtime.errors import CheckpointError
-
-G = 32
-
-
-def make_hessian(K: int, *, samples: int = 600, seed: int = 0, mix: float = 3.0) -> torch.Tensor:
-    """XᵀX / samples of correlated inputs."""
-    rng = torch.Generator().manual_seed(seed)
-    mixing = torch.eye(K) + mix * torch.randn(K, K, generator=rng) / math.sqrt(K)
-    X = torch.randn(samples, K, generator=rng) @ mixing
-    return X.T @ X / samples
-
-
-def make_weights(N: int, K: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 0.02
-
-
-def draft(W: torch.Tensor, q4: torch.Tensor, scales: qz.Scales, group: int = G) -> torch.Tensor:
-    return qz.dequantize(16 * q4.short(), *scales, group, W.shape[1])
-
-
-def target(
-    W: torch.Tensor, q4: torch.Tensor, qr: torch.Tensor, scales: qz.Scales, group: int = G
-) -> torch.Tensor:
-    return qz.dequantize(16 * q4.short() + qr, *scales, group, W.shape[1])
 
 
 def base_scale(scales: qz.Scales, K: int, group: int = G) -> torch.Tensor:
@@ -80,7 +58,7 @@ def test_zero_groups_and_rows() -> None:
     W = make_weights(6, 96)
     W[1] = 0
     W[2, 32:64] = 0
-    factor = qz.factor_hessian(make_hessian(96))
+    factor = factor_hessian(make_hessian(96))
     scales = qz.fit_scales(W, G)
     assert scales.row_scale[1] == 0
     assert scales.mult[1:3, 1].tolist() == [0, 0]
@@ -115,7 +93,7 @@ def test_base_is_textbook_gptq(K: int, bound: float | None) -> None:
     low, high = torch.full_like(t0, -8), torch.full_like(t0, 7)
     if bound is not None:
         low, high = (t0 - bound).round().clamp(-8, 7), (t0 + bound).round().clamp(-8, 7)
-    q4 = qz.solve_base(W, qz.factor_hessian(H), *scales, G, bound=bound, sweeps=0)
+    q4 = qz.solve_base(W, factor_hessian(H), *scales, G, bound=bound, sweeps=0)
     # fp32 against fp64: a value at a rounding boundary may go the other way and drag a few along
     agree = (q4[:, :K] == textbook_gptq(W, H, s4, low, high)).double().mean()
     assert float(agree) > 0.995
@@ -123,7 +101,7 @@ def test_base_is_textbook_gptq(K: int, bound: float | None) -> None:
 
 def test_refinement_is_textbook_gptq_in_its_box() -> None:
     W, H = make_weights(50, 96), make_hessian(96)
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
     scales = qz.fit_scales(W, G)
     q4 = qz.solve_base(W, factor, *scales, G)
     s4 = base_scale(scales, 96)
@@ -137,7 +115,7 @@ def test_refinement_is_textbook_gptq_in_its_box() -> None:
 def test_every_sweep_lowers_the_error() -> None:
     """Coordinate descent never makes base or target worse, and its codes keep their limits."""
     W, H = make_weights(50, 200), make_hessian(200)
-    factor, scales = qz.factor_hessian(H), qz.fit_scales(W, G)
+    factor, scales = factor_hessian(H), qz.fit_scales(W, G)
     damped = H + factor.damping * H.diagonal().mean() * torch.eye(200)
     t0 = (W.double() / base_scale(scales, 200)).clamp(-8.25, 7.25)
     base_errors, target_errors = [], []
@@ -160,13 +138,13 @@ def test_every_sweep_lowers_the_error() -> None:
 def test_base_stays_within_its_bound(delta: float) -> None:
     W, H = make_weights(64, 128), make_hessian(128)
     scales = qz.fit_scales(W, G)
-    q4 = qz.solve_base(W, qz.factor_hessian(H), *scales, G, bound=delta)
+    q4 = qz.solve_base(W, factor_hessian(H), *scales, G, bound=delta)
     t0 = (W.double() / base_scale(scales, 128)).clamp(-8 - delta, 7 + delta)
     assert float((q4 - t0).abs().max()) <= 0.5 + delta + 1e-9
 
 
 def test_bound_zero_is_round_to_nearest() -> None:
-    W, factor = make_weights(20, 64), qz.factor_hessian(make_hessian(64))
+    W, factor = make_weights(20, 64), factor_hessian(make_hessian(64))
     scales = qz.fit_scales(W, G)
     bounded = qz.solve_base(W, factor, *scales, G, bound=0)
     assert torch.equal(bounded, qz.solve_base(W, None, *scales, G, method="rtn"))
@@ -175,7 +153,7 @@ def test_bound_zero_is_round_to_nearest() -> None:
 def test_order_of_errors() -> None:
     """In the Hessian's norm: free < bounded < rtn drafts; solved < closed targets; near W8."""
     W, H = make_weights(96, 256), make_hessian(256, samples=2000)
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
     scales = qz.fit_scales(W, 64)
     free = qz.solve_base(W, factor, *scales, 64, bound=None)
     bounded = qz.solve_base(W, factor, *scales, 64)
@@ -201,7 +179,7 @@ def test_weight_half_way_never_wraps() -> None:
     W[0, 0] = -8.0
     W[0, 1:16] = torch.arange(-7, 8) - 0.5
     scales = qz.Scales(torch.tensor([[16384]], dtype=torch.int16), torch.tensor([2.0**-18]))
-    factor = qz.factor_hessian(torch.eye(32))
+    factor = factor_hessian(torch.eye(32))
     q4 = qz.solve_base(W, None, *scales, G, method="rtn")
     for method in ("gptq", "closed"):
         qr, clipped = qz.solve_refine(W, factor, q4, *scales, G, method=method)
@@ -216,7 +194,7 @@ def test_weight_half_way_never_wraps() -> None:
 
 def test_box_below_the_lowest_base_code() -> None:
     W, H = make_weights(64, 96, seed=5), make_hessian(96)
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
     scales = qz.fit_scales(W, G)
     q4 = qz.solve_base(W, factor, *scales, G)
     assert bool((q4 == -8).any())
@@ -234,7 +212,7 @@ def test_box_below_the_lowest_base_code() -> None:
 def test_closed_form_is_equation_nine() -> None:
     W = make_weights(32, 64)
     scales = qz.fit_scales(W, G)
-    q4 = qz.solve_base(W, qz.factor_hessian(make_hessian(64)), *scales, G, bound=None)
+    q4 = qz.solve_base(W, factor_hessian(make_hessian(64)), *scales, G, bound=None)
     s4 = base_scale(scales, 64)
     free = ((W - q4 * s4) / (s4 / 16)).round()
     expected = torch.where(q4 == -8, free.clamp(0, 7), free.clamp(-8, 7))
@@ -247,8 +225,8 @@ def test_padding_is_zero_and_changes_nothing() -> None:
     W, H = make_weights(10, 200), make_hessian(200)
     scales = qz.fit_scales(W, G)
     assert scales.mult.shape == (10, 7)
-    q4 = qz.solve_base(W, qz.factor_hessian(H), *scales, G)
-    qr = qz.solve_refine(W, qz.factor_hessian(H), q4, *scales, G).codes
+    q4 = qz.solve_base(W, factor_hessian(H), *scales, G)
+    qr = qz.solve_refine(W, factor_hessian(H), q4, *scales, G).codes
     plain = qz.rtn8(W, G)
     for codes in (q4, qr, plain.codes):
         assert codes.shape == (10, 224)
@@ -279,58 +257,6 @@ def test_dequantize_is_exact() -> None:
     assert qz.dequantize(code.to(torch.int8), mult, row_scale, 2, 3).dtype == torch.float32
 
 
-def test_dead_column_is_rounded_to_nearest() -> None:
-    H = make_hessian(64)
-    H[7] = H[:, 7] = 0
-    factor = qz.factor_hessian(H)
-    assert factor.dead == 1
-    W = make_weights(20, 64)
-    scales = qz.fit_scales(W, G)
-    q4 = qz.solve_base(W, factor, *scales, G, bound=None)
-    rtn = qz.solve_base(W, None, *scales, G, method="rtn")
-    assert torch.equal(q4[:, 7], rtn[:, 7])
-    assert not torch.equal(q4, rtn)
-
-
-@pytest.mark.parametrize("kind", ["duplicate columns", "one sample", "nothing seen", "tiny"])
-def test_singular_hessian(kind: str) -> None:
-    H = make_hessian(64)
-    if kind == "duplicate columns":
-        H[1] = H[0]
-        H[:, 1] = H[:, 0]
-    elif kind == "one sample":
-        x = torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
-        H = x @ x.T
-    elif kind == "nothing seen":
-        H = torch.zeros(64, 64)
-    else:
-        H *= 1e-30
-    factor = qz.factor_hessian(H)
-    assert factor.dead == (64 if kind == "nothing seen" else 0)
-    W = make_weights(20, 64)
-    scales = qz.fit_scales(W, G)
-    q4 = qz.solve_base(W, factor, *scales, G)
-    qr = qz.solve_refine(W, factor, q4, *scales, G).codes
-    rtn = qz.solve_base(W, None, *scales, G, method="rtn")
-    if kind == "nothing seen":
-        assert torch.equal(q4, rtn)
-        return
-    unit = H / H.diagonal().mean()
-    solved, nearest = (qz.relative_error(W, draft(W, q, scales), unit) for q in (q4, rtn))
-    assert solved < nearest
-    assert qz.relative_error(W, target(W, q4, qr, scales), unit) < 2e-3
-
-
-def test_damping_is_raised_and_reported() -> None:
-    H = make_hessian(48)
-    eigenvalues, V = torch.linalg.eigh(H.double())
-    eigenvalues[0] = -0.05 * H.diagonal().mean()
-    assert qz.factor_hessian((V * eigenvalues) @ V.T).damping == 0.1
-    assert qz.factor_hessian(H).damping == 0.01
-    with pytest.raises(CheckpointError, match=r"layers\.3\.qkv"):
-        qz.factor_hessian(torch.eye(8) - torch.ones(8, 8) * 0.9, name="layers.3.qkv")
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_values_name_the_tensor(bad: float) -> None:
     W = make_weights(5, 64)
@@ -347,12 +273,12 @@ def test_non_finite_values_name_the_tensor(bad: float) -> None:
     H = make_hessian(64)
     H[2, 2] = bad
     with pytest.raises(CheckpointError, match="head"):
-        qz.factor_hessian(H, name="head")
+        factor_hessian(H, name="head")
 
 
 def test_row_chunks_and_repeats_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     W, H = make_weights(300, 64), make_hessian(64)
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
     scales = qz.fit_scales(W, G)
 
     def solve() -> tuple[torch.Tensor, torch.Tensor]:
@@ -375,7 +301,7 @@ def test_codes_do_not_depend_on_threads_or_grad_mode(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(qz, "_CHUNK_VALUES", 1)
     monkeypatch.setattr(qz, "_CHUNK_ROWS", 64)
     W, H = make_weights(300, 96), make_hessian(96)
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
 
     def solve() -> list[torch.Tensor]:
         scales = qz.fit_scales(W, G)
@@ -402,7 +328,7 @@ def test_inputs_are_left_alone() -> None:
     """Also fp64 ones, which need no copy to compute with."""
     W, H = make_weights(20, 64).double(), make_hessian(64).double()
     kept_W, kept_H = W.clone(), H.clone()
-    factor = qz.factor_hessian(H)
+    factor = factor_hessian(H)
     scales = qz.fit_scales(W, G)
     q4 = qz.solve_base(W, factor, *scales, G)
     kept_q4 = q4.clone()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from hf_folders import edit, refused
 from safetensors.torch import load_file, save_file
 
 from edge_runtime.convert.hf_config import model_spec
@@ -88,21 +89,12 @@ def test_untied_and_absent_names_the_tensor(tmp_path: Path) -> None:
 # ---- damaged folders
 
 
-def _refused(folder: Path, *words: str) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        open_source(folder)
-    assert "\n" not in caught.value.message
-    for word in words:
-        assert word in caught.value.message, caught.value.message
-    return caught.value
-
-
 def test_missing_shard(tmp_path: Path) -> None:
     folder = tiny_models.write_hf(tmp_path / "a", shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    _refused(folder, "model-00002-of-00003.safetensors")
+    refused(folder, "model-00002-of-00003.safetensors")
     (folder / INDEX).unlink()
-    _refused(folder, "model-00002-of-00003.safetensors", "expected 3 shards")
+    refused(folder, "model-00002-of-00003.safetensors", "expected 3 shards")
 
 
 def test_duplicate_tensor_across_files(tmp_path: Path) -> None:
@@ -111,7 +103,7 @@ def test_duplicate_tensor_across_files(tmp_path: Path) -> None:
     first = load_file(folder / "model-00001-of-00002.safetensors")
     name = next(iter(first))
     save_file(load_file(file) | {name: first[name]}, file)
-    _refused(folder, name, "two files")
+    refused(folder, name, "two files")
 
 
 def test_stale_indices(tmp_path: Path) -> None:
@@ -121,20 +113,20 @@ def test_stale_indices(tmp_path: Path) -> None:
     name = next(iter(moved["weight_map"]))
     moved["weight_map"][name] = "model-00002-of-00002.safetensors"
     (folder / INDEX).write_text(json.dumps(moved))
-    _refused(folder, name, "model-00002-of-00002.safetensors")
+    refused(folder, name, "model-00002-of-00002.safetensors")
 
     short = json.loads(json.dumps(body))
     del short["weight_map"][name]
     (folder / INDEX).write_text(json.dumps(short))
-    _refused(folder, name, "not in")
+    refused(folder, name, "not in")
 
     short["weight_map"]["model.ghost"] = "model-00001-of-00002.safetensors"
     (folder / INDEX).write_text(json.dumps(body | {"weight_map": short["weight_map"]}))
-    _refused(folder, "model.ghost")
+    refused(folder, "model.ghost")
 
     body["weight_map"][name] = "../evil.safetensors"
     (folder / INDEX).write_text(json.dumps(body))
-    _refused(folder, "../evil.safetensors")
+    refused(folder, "../evil.safetensors")
 
 
 def test_index_beside_a_single_file(tmp_path: Path) -> None:
@@ -144,10 +136,10 @@ def test_index_beside_a_single_file(tmp_path: Path) -> None:
     for shard in shards:
         whole |= load_file(shard)
     save_file(whole, folder / "model.safetensors")
-    _refused(folder, "two sets of weights")
+    refused(folder, "two sets of weights")
     for shard in shards:
         shard.unlink()
-    assert "stale" in _refused(folder, "is not there").hint
+    assert "stale" in refused(folder, "is not there").hint
 
 
 @pytest.mark.parametrize(
@@ -162,7 +154,7 @@ def test_index_beside_a_single_file(tmp_path: Path) -> None:
 def test_other_things_saved_as_safetensors(tmp_path: Path, content: bytes, word: str) -> None:
     folder = tiny_models.write_hf(tmp_path)
     (folder / "model.safetensors").write_bytes(content)
-    _refused(folder, "model.safetensors", word)
+    refused(folder, "model.safetensors", word)
 
 
 def test_truncated_file(tmp_path: Path) -> None:
@@ -170,29 +162,29 @@ def test_truncated_file(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-100])
-    _refused(folder, "model.safetensors is truncated", f"got {len(data) - 100}")
+    refused(folder, "model.safetensors is truncated", f"got {len(data) - 100}")
     file.write_bytes(data[:200])
-    _refused(folder, "model.safetensors")
+    refused(folder, "model.safetensors")
 
 
 def test_wrong_shape_missing_and_unknown_tensors(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     wrong = tiny_models.write_hf(tmp_path / "a", replace={name: torch.zeros(128, 65)})
-    _refused(wrong, name, "[128, 64]", "[128, 65]")
-    _refused(tiny_models.write_hf(tmp_path / "b", drop=(name,)), name, "missing")
+    refused(wrong, name, "[128, 64]", "[128, 65]")
+    refused(tiny_models.write_hf(tmp_path / "b", drop=(name,)), name, "missing")
     extra = "model.layers.0.self_attn.gate.weight"
     more = tiny_models.write_hf(tmp_path / "c", replace={extra: torch.zeros(3)})
-    _refused(more, "unknown tensor", extra)
+    refused(more, "unknown tensor", extra)
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     open_source(tiny_models.write_hf(tmp_path / "d", replace=buffers)).close()
 
 
 def test_absurd_depth_and_names_that_are_not_text(tmp_path: Path) -> None:
     folder = tiny_models.write_hf(tmp_path / "b")
-    _edit(folder / "config.json", num_hidden_layers=10**12)
-    _refused(folder, "layers", "21 in all")
+    edit(folder / "config.json", num_hidden_layers=10**12)
+    refused(folder, "layers", "21 in all")
     odd = tiny_models.write_hf(tmp_path / "c", replace={"a\x1b[31m\nb": torch.zeros(1)})
-    _refused(odd, r"a\x1b[31m\nb")
+    refused(odd, r"a\x1b[31m\nb")
 
 
 def test_wrong_dtype(tmp_path: Path) -> None:
@@ -201,7 +193,7 @@ def test_wrong_dtype(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
     save_file(tensors, file)
-    _refused(folder, "model.norm.weight", "I8")
+    refused(folder, "model.norm.weight", "I8")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -215,18 +207,18 @@ def test_not_finite_is_named_when_read(tmp_path: Path, value: float) -> None:
 
 def test_pickle_and_other_paths_are_refused(tmp_path: Path) -> None:
     folder = tiny_models.write_hf(tmp_path / "m")
-    _refused(folder / "model.safetensors", "model.safetensors")
+    refused(folder / "model.safetensors", "model.safetensors")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    _refused(folder, "pytorch_model.bin", "pickle")
+    refused(folder, "pytorch_model.bin", "pickle")
     (folder / "pytorch_model.bin").unlink()
-    _refused(folder, "no *.safetensors")
+    refused(folder, "no *.safetensors")
     (folder / "manifest.json").write_text("{}")
-    _refused(folder, "already a nested checkpoint")
-    _refused(tmp_path, "no config.json")
-    _refused(tmp_path / "nowhere", "no model at")
+    refused(folder, "already a nested checkpoint")
+    refused(tmp_path, "no config.json")
+    refused(tmp_path / "nowhere", "no model at")
     (folder / "manifest.json").unlink()
     (folder / "config.json").write_text("<html>")
-    _refused(folder, "config.json", "web page")
+    refused(folder, "config.json", "web page")
 
 
 # ---- config.json
@@ -328,93 +320,3 @@ def test_everything_transformers_writes_is_known(tmp_path: Path) -> None:
 
 
 # ---- text assets
-
-
-def test_text_of_a_plain_folder(tmp_path: Path) -> None:
-    text = open_source(tiny_models.write_hf(tmp_path)).text
-    assert text.eos_ids == (276,)
-    assert (text.bos_id, text.add_bos, text.bos_token) == (275, False, "<|im_start|>")
-    assert text.num_tokens == 277
-    assert text.chat_template == tiny_models.CHAT_TEMPLATE
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    body = json.loads(path.read_text())
-    path.write_text(json.dumps(body | changes))
-
-
-@pytest.mark.parametrize("layout", ["config", "list", "jinja", "json", "none"])
-def test_chat_template_in_any_place(tmp_path: Path, layout: str) -> None:
-    folder = tiny_models.write_hf(tmp_path, chat_template=None)
-    settings = folder / "tokenizer_config.json"
-    if layout == "config":
-        _edit(settings, chat_template="T")
-    elif layout == "list":
-        others = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]
-        _edit(settings, chat_template=others)
-    elif layout == "jinja":
-        _edit(settings, chat_template="old")
-        (folder / "chat_template.jinja").write_text("T")
-    elif layout == "json":
-        (folder / "chat_template.json").write_text('{"chat_template": "T"}')
-    expected = None if layout == "none" else "T"
-    assert open_source(folder).text.chat_template == expected
-
-
-def test_end_tokens_are_a_union(tmp_path: Path) -> None:
-    folder = tiny_models.write_hf(tmp_path, eos_token_id=[1, 2])
-    _edit(folder / "generation_config.json", eos_token_id=[2, 3])
-    _edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>", pad_token=None)
-    text = open_source(folder).text
-    assert text.eos_ids == (274, 1, 2, 3, 276)  # the template's <|im_end|> last
-    assert text.eos_token == "<|endoftext|>"
-    _edit(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
-    assert open_source(folder).text.eos_ids == (274, 1, 2, 3)
-
-
-def test_bos_from_setting_or_post_processor(tmp_path: Path) -> None:
-    folder = tiny_models.write_hf(tmp_path)
-    _edit(folder / "tokenizer_config.json", add_bos_token=True)
-    assert open_source(folder).text.add_bos
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    del settings["add_bos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert not open_source(folder).text.add_bos
-    bos = "<|im_start|>"
-    processor = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [275], "tokens": [bos]}},
-    }
-    _edit(folder / "tokenizer.json", post_processor=processor)
-    assert open_source(folder).text.add_bos
-
-
-def test_tokenizer_missing_broken_or_too_large(tmp_path: Path) -> None:
-    folder = tiny_models.write_hf(tmp_path / "a")
-    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    assert "tokenizer.model" in _refused(folder, "no tokenizer.json").hint
-    (folder / "tokenizer.json").write_text("{}")
-    _refused(folder, "tokenizer.json is not a usable tokenizer")
-    small = tiny_models.write_hf(tmp_path / "b", vocab_size=270)
-    _refused(small, "277 tokens", "270 rows")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_tiny_models_load_in_transformers(tmp_path: Path, architecture: str) -> None:
-    """The builder's folders are real: transformers finds every weight and no other."""
-    transformers = pytest.importorskip("transformers")
-    folder = tiny_models.write_hf(tmp_path, architecture, shards=2, tie_word_embeddings=True)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    weight = model.model.layers[1].self_attn.q_proj.weight
-    assert torch.equal(weight, open_source(folder).tensor("layers.1.q"))

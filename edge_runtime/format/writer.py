@@ -39,7 +39,8 @@ class CheckpointWriter:
         self.partial = out.with_name(out.name + ".partial")
         state = self.partial / RESUME / "identity"
         found = state.read_text() if state.is_file() else None
-        if found != identity and any(self.partial.glob("*.safetensors")):
+        kept = self.partial.exists() and {p.name for p in self.partial.iterdir()} - {RESUME}
+        if found != identity and kept:  # a conversion stopped before its first shard kept nothing
             raise UsageError(
                 f"{self.partial}: holds a conversion of another model or with other options",
                 f"remove it to start again: rm -r {self.partial}",

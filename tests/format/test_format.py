@@ -260,11 +260,12 @@ def _fail(*_: Any) -> None:
 
 def test_another_conversion_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    CheckpointWriter(out, "one")
+    CheckpointWriter(out, "one").shard("s", PLANES, {})
     with pytest.raises(UsageError, match="another model or with other options"):
         CheckpointWriter(out, "two")
     CheckpointWriter(out, "one").discard()
-    CheckpointWriter(out, "two")
+    CheckpointWriter(out, "one")  # stopped before its first shard: nothing to lose
+    CheckpointWriter(out, "two").shard("s", PLANES, {})
     shutil.rmtree(tmp_path / "model.partial" / "resume")
     with pytest.raises(UsageError, match=re.escape("model.partial")):
         CheckpointWriter(out, "two")

@@ -1,6 +1,7 @@
 """Where this program keeps files of its own.
 
-Invariant: nothing is written outside these folders unless the user named a path.
+Invariant: nothing of our own is written outside these folders unless the user named a path (Hub
+downloads lie in the usual Hugging Face cache).
 """
 
 from __future__ import annotations
@@ -18,5 +19,5 @@ def cache_dir() -> Path:
     """
     override = os.environ.get("BITNEST_CACHE")
     if override:
-        return Path(override).expanduser().absolute()
+        return Path(os.path.expanduser(override)).absolute()
     return platformdirs.user_cache_path("bitnest-edge", appauthor=False)

@@ -219,6 +219,10 @@ class Backend(Protocol):
         """Bytes of the weights as this backend holds them, of the views made so far."""
         ...
 
+    def prepare(self, program: Program) -> None:
+        """Bring the weights of a program into memory, so that its first run costs no more."""
+        ...
+
     def new_cache(self, capacity: int) -> Cache:
         """Allocate a cache for `capacity` tokens."""
         ...

@@ -92,7 +92,7 @@ class Repl:
             return
         except KeyboardInterrupt:
             writer.end()
-            self._say("Broken off; this turn is not kept.")
+            self._say("Broken off; what was said is kept.")
             return
         assert session.last is not None
         render.finish_answer(session.last, writer)

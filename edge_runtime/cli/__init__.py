@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import click
 
 from edge_runtime import __version__, log
-from edge_runtime.errors import BitnestError
+from edge_runtime.errors import BitnestError, BudgetError
 
 PROGRAM = "bitnest-edge"
 
@@ -101,6 +101,11 @@ def _run(args: Sequence[str]) -> int:
         if _debugging():
             traceback.print_exc()
         return 130
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _report(BudgetError(f"{where}{error.strerror or error}"))
     return 0
 
 
@@ -115,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Enter the program (`bitnest-edge`); leaves through `SystemExit` with the exit code."""
     if f"_{PROGRAM.upper().replace('-', '_')}_COMPLETE" in os.environ:
         app.main(prog_name=PROGRAM)  # click's own shell completion
+    # a stream that the caller closed is None: let what goes there go nowhere
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:

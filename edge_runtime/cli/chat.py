@@ -46,8 +46,10 @@ def command(
     text = None
     if once is not None:
         text = prompt_text(None, "-") if once == "-" else prompt_text(once, None)
-    elif not sys.stdin.isatty():
+    elif sys.stdin is None or not sys.stdin.isatty():
         text = read_text("-")
+        if not text.strip() and as_json:
+            raise UsageError("the prompt is empty", "pipe a message in, or give --once TEXT")
         if not text.strip():
             return  # the end of input: nothing more to say
     elif as_json:

@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.options import Parsed, json_option, print_document
-from edge_runtime.errors import BackendUnavailable, BitnestError, BudgetError, CheckpointError
+from edge_runtime.cli.options import Parsed, json_option, print_document, user_path
+from edge_runtime.errors import (
+    BackendUnavailable,
+    BitnestError,
+    BudgetError,
+    CheckpointError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from edge_runtime.convert.pipeline import ConvertOptions
@@ -155,11 +161,14 @@ def command(
         calibration_tokens=calib_tokens,
         seed=seed,
     )
-    done = convert_model(source_path(src), Path(out), options)
-    for line in report_lines(done, Path(out)):
+    folder = user_path(out)
+    if not folder.name or folder.exists():
+        raise UsageError(f"{folder}: already exists", "choose another folder, or remove it first")
+    done = convert_model(source_path(src), folder, options)
+    for line in report_lines(done, folder):
         log.info("%s", line)
     if as_json:
-        print_document(report_document(done, Path(out)))
+        print_document(report_document(done, folder))
 
 
 def require_torch(what: str) -> None:

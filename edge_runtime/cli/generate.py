@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edge_runtime.cli.model import EngineOptions, open_model, run_options
-from edge_runtime.cli.options import json_option, model_argument, print_document
+from edge_runtime.cli.options import json_option, model_argument, print_document, user_path
 from edge_runtime.cli.sampling import make_sampling, sampling_options
 from edge_runtime.errors import CheckpointError, UsageError
 
@@ -101,10 +100,12 @@ def read_text(file: str) -> str:
     """Read UTF-8 text, `-` from stdin: CRLF becomes newline, one final newline is dropped."""
     name = "stdin" if file == "-" else file
     try:
-        if file == "-":
+        if file == "-" and sys.stdin is None:
+            data = b""
+        elif file == "-":
             data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
         else:
-            with Path(file).expanduser().open("rb") as stream:
+            with user_path(file).open("rb") as stream:
                 data = stream.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read the prompt from {name}: {error.strerror}") from None

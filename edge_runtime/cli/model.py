@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_runtime import paths
-from edge_runtime.cli.options import F, engine_options
+from edge_runtime.cli.options import F, engine_options, user_path
 from edge_runtime.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def checkpoint_path(name: str | None) -> Path:
     Raises UsageError for a model that is not converted, CheckpointError for no model at all.
     """
     name = "default" if name is None else name
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.exists():
         _refuse_original(path)
         return path
@@ -100,7 +100,7 @@ def checkpoint_path(name: str | None) -> Path:
 
 def source_path(name: str) -> Path:
     """Return the file or folder of an original model; a known name is fetched."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.exists():
         return path
     if known_name(name) is None:

@@ -8,12 +8,16 @@ a budget is enough, or a backend is there, the layer that owns it says.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+
+from edge_runtime.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
@@ -32,10 +36,23 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; write 512M, 7.5G, 3GiB, 8GB or a count of bytes")
     number, unit, suffix = match.groups()
     base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
+    if len(number) > 20:
+        raise ValueError(f"{text[:20]!r}… is not a size that any machine has")
     size = Decimal(number) * (base ** _POWERS[unit.lower()] if unit else 1)
     if not unit and size != int(size):
         raise ValueError(f"{text!r} is not a whole number of bytes; did you mean {number}G?")
     return int(size)
+
+
+def user_path(text: str) -> Path:
+    """Return a path that a user wrote, `~` expanded. Raises UsageError if it cannot be one."""
+    path = Path(os.path.expanduser(text))
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        raise UsageError(f"not a usable path: {shown} ({error.args[-1]})") from None
+    return path
 
 
 def parse_count(text: str, what: str, low: int, high: int | None = None) -> int:

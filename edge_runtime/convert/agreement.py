@@ -19,10 +19,12 @@ from edge_runtime.convert.rotate import FusedLayer
 from edge_runtime.format.manifest import Agreement
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.ops import Geometry
-from edge_runtime.kernels.reference.float_ops import FloatBackend, FloatWeights
+from edge_runtime.kernels.reference import numeric
+from edge_runtime.kernels.reference.float_ops import FloatBackend
 from edge_runtime.kernels.reference.linear import ExactLinear
-from edge_runtime.model.transformer import head_program, layer_program
+from edge_runtime.model.transformer import layer_program
 
+HEAD_ROWS = 8192  # of the head in memory at once, in every view
 VIEWS = ("original", "target", "draft", "w8_rtn")
 
 
@@ -59,42 +61,48 @@ class HeldOut:
 
     def head(self, head: Tensor, nested: Nested) -> Agreement:
         """Compare the views' choices at every position. head: fp32 [V, H], rotated."""
-        V = self._one.num_tokens
-        floats = FloatBackend(
-            FloatWeights(
-                matrices={"head": head},
-                embedding=torch.zeros(0),
-                cos=torch.zeros(0),
-                sin=torch.zeros(0),
-            ),
-            self._one,
-        )
-        choices = {"original": self._choices(floats, "original", "fp", V)}
-        views: tuple[tuple[str, Literal["w8", "w4"], ExactLinear], ...] = (
-            ("target", "w8", nested.linear("w8")),
-            ("draft", "w4", nested.linear("w4")),
-            ("w8_rtn", "w8", rtn8_linear(head, None, nested.group_size, "head")),
-        )
-        for name, view, linear in views:
-            backend = layers.quantised_layer({"head": linear}, {}, self._spec, self._one, 1, view)
-            choices[name] = self._choices(backend, name, view, V)
+        choices = {v: _Choices(self._spec, self._states[v]) for v in VIEWS}
+        for a in range(0, self._one.num_tokens, HEAD_ROWS):
+            rows = slice(a, min(a + HEAD_ROWS, self._one.num_tokens))
+            part = nested.rows(rows)
+            choices["original"].offer_float(a, head[rows])
+            choices["target"].offer(a, part.linear("w8"))
+            choices["draft"].offer(a, part.linear("w4"))
+            choices["w8_rtn"].offer(a, rtn8_linear(head[rows], None, part.group_size, "head"))
+        found = {v: c.ids for v, c in choices.items()}
         return Agreement(
-            target_original=_share(choices["target"], choices["original"]),
-            draft_target=_share(choices["draft"], choices["target"]),
-            draft_original=_share(choices["draft"], choices["original"]),
-            w8_rtn_original=_share(choices["w8_rtn"], choices["original"]),
-            positions=len(choices["original"]),
+            target_original=_share(found["target"], found["original"]),
+            draft_target=_share(found["draft"], found["target"]),
+            draft_original=_share(found["draft"], found["original"]),
+            w8_rtn_original=_share(found["w8_rtn"], found["original"]),
+            positions=len(found["original"]),
         )
 
-    def _choices(
-        self, backend: object, name: str, view: Literal["w8", "w4", "fp"], num_tokens: int
-    ) -> Tensor:
-        found = []
-        for x in self._states[name]:
-            registers = {"x": x}
-            layers.run(backend, head_program(self._spec, view), registers)
-            found.append(registers["logits"][:, :num_tokens].argmax(-1))
-        return torch.cat(found)
+
+class _Choices:
+    """The winning id per position over a head that comes in blocks of rows."""
+
+    def __init__(self, spec: ModelSpec, states: list[Tensor]) -> None:
+        self._normed = numeric.rms_norm(torch.cat(states), spec.rms_norm_eps)
+        self._codes, self._scale = numeric.quantise(self._normed)
+        self._best = torch.full((len(self._normed),), -torch.inf)
+        self.ids = torch.zeros(len(self._normed), dtype=torch.int64)
+
+    def offer_float(self, first: int, rows: Tensor) -> None:
+        """Take unquantised rows fp32 [n, H] with ids from `first`."""
+        self._take(first, self._normed @ rows.T)
+
+    def offer(self, first: int, linear: ExactLinear) -> None:
+        """Take a block of the head in one view."""
+        groups, G, _ = linear.codes.shape
+        padding = groups * G - self._codes.shape[1]
+        self._take(first, linear(torch.nn.functional.pad(self._codes, (0, padding)), self._scale))
+
+    def _take(self, first: int, logits: Tensor) -> None:
+        value, index = logits.max(-1)
+        better = value > self._best
+        self._best = torch.where(better, value, self._best)
+        self.ids = torch.where(better, index + first, self.ids)
 
 
 def _share(a: Tensor, b: Tensor) -> float:

@@ -112,9 +112,10 @@ class GgufFile:
             if key in self.metadata:
                 raise CheckpointError(f"{path.name}: metadata key {key} occurs twice", _AGAIN)
             self.metadata[key] = cursor.value(cursor.scalar("I", key), key)
-        if int(self.metadata.get("split.count", 1)) > 1:
+        parts = self.metadata.get("split.count", 1)
+        if not isinstance(parts, int) or parts > 1:
             raise UnsupportedModel(
-                f"{path.name} is one of {self.metadata['split.count']} parts of a split GGUF",
+                f"{path.name} is one of {parts!r} parts of a split GGUF",
                 "join them first: gguf-split --merge FIRST-PART OUT.gguf",
             )
         self.tensors = self._tensor_table(cursor, num_tensors)

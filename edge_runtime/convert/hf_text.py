@@ -69,7 +69,10 @@ def chat_template(folder: Path, settings: Json) -> str | None:
     """Find the chat template: its own .jinja file, chat_template.json, or tokenizer_config.json."""
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{jinja.name} is not UTF-8 text ({error})") from None
     found = _optional_json(folder / "chat_template.json").get("chat_template")
     if found is None:
         found = settings.get("chat_template")
@@ -105,7 +108,7 @@ def _optional_json(path: Path) -> Json:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} is not JSON ({error})", "download it again, or delete it"
         ) from None

@@ -65,6 +65,17 @@ class Nested:
             group_size=G,
         )
 
+    def rows(self, rows: slice) -> Nested:
+        """Return some rows as a matrix of their own."""
+        return Nested(
+            q4=self.q4[rows],
+            qr=self.qr[rows],
+            mult=self.mult[rows],
+            scale=self.scale[rows],
+            bias=None if self.bias is None else self.bias[rows],
+            group_size=self.group_size,
+        )
+
     def codes(self, view: Literal["w8", "w4"]) -> Tensor:
         """Return the integer codes of a view, int16 [N, Kp]."""
         high = self.q4.short() * 16

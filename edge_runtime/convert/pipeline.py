@@ -78,6 +78,7 @@ class Conversion:
         """Check disk and memory, open or continue the partial folder. Raises BudgetError."""
         spec = source.spec
         self.source, self.spec, self.options, self._progress = source, spec, options, progress
+        fmt.check_spec(spec, str(source.provenance.get("name", "source")))
         sizes = [k for _, k in linear_shapes(spec).values()]
         G = options.group_size or group_size_for(sizes)
         if G not in GROUP_SIZES:

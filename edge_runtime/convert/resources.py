@@ -16,7 +16,7 @@ from edge_runtime.format.manifest import DTYPES, expected_planes
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.model.transformer import linear_shapes
 
-RUNTIME_BYTES = 500 << 20  # interpreter, torch and its scratch
+RUNTIME_BYTES = 1000 << 20  # interpreter, torch and its scratch
 
 
 def checkpoint_bytes(spec: ModelSpec, group_size: int, rotation: str) -> int:
@@ -26,15 +26,15 @@ def checkpoint_bytes(spec: ModelSpec, group_size: int, rotation: str) -> int:
 
 
 def conversion_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
-    """Peak memory: see the pipeline's invariant."""
+    """Peak memory: see the pipeline's invariant. Bytes a weight count what a step holds at once."""
     shapes = linear_shapes(spec)
     head = math.prod(shapes["head"])
     one = sum(math.prod(shapes[f"layers.0.{n}"]) for n in ("qkv", "o", "gate_up", "down"))
     largest_input = max(k for _, k in shapes.values())
-    states = calibration_tokens * spec.hidden_size * 4
-    layer = one * 4 * 5  # source, fused, fp32 codes of three views
-    table = head * 4 * 3  # fp32 table or head, its codes, fp64 pieces
-    hessian = largest_input**2 * 8 * 3
+    states = (calibration_tokens + 8192) * spec.hidden_size * 4
+    layer = one * 40  # source and fused fp32, codes in three views as fp32 and fp64
+    table = head * 24  # fp32 source and rotated head, codes, planes, one fp32 view for the errors
+    hessian = largest_input**2 * 8 * 4
     return RUNTIME_BYTES + states + hessian + max(layer, table)
 
 

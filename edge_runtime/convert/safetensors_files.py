@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         )
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name}: the header of {header_bytes} bytes is not JSON ({error}); the file has "
             f"{size} bytes",

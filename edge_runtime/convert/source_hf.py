@@ -169,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError saying what the file is instead."""
     try:
         value = json.loads(path.read_bytes())
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} is not JSON ({error}): got {describe_file(path)}", "download it again"
         ) from None

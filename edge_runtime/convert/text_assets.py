@@ -44,6 +44,8 @@ def make_text_spec(
     document_end = added.get(_DOCUMENT_END)
     if document_end is not None and document_end == pad_id:
         eos.append(document_end)  # the next token would begin an unrelated document
+    if bos_id is not None and not 0 <= bos_id < vocab_size:
+        bos_id = None
     unique = tuple(dict.fromkeys(i for i in eos if 0 <= i < vocab_size))
     return TextSpec(
         eos_ids=unique,

@@ -66,6 +66,10 @@ class Engine:
             text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
         )
         self._keys: list[Key] = []
+        self._closed = False
+        model.backend.prepare(model.program(self.target_view))
+        if draft.gamma and draft.source != "ngram":
+            model.backend.prepare(model.program("w4"))
         self._running: Generation | None = None
 
     @classmethod
@@ -125,7 +129,7 @@ class Engine:
         *,
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         allowed_ids: Sequence[int] | None = None,
         deadline_s: float | None = None,
@@ -139,6 +143,8 @@ class Engine:
         flagged `late`. Starting a new generation ends one that was left unfinished. Raises
         UsageError and, for a prompt that does not fit, ContextError.
         """
+        if self._closed:
+            raise UsageError("the engine is closed", "open it again with Engine.open")
         self.end_running()
         parsed = Prompt(self._spans(prompt), self.model.spec.hidden_size, self.num_tokens)
         room = self.context - len(parsed)
@@ -158,7 +164,8 @@ class Engine:
             parsed,
             max_new_tokens=min(wanted, room),
             sampling=sampling or Sampling(),
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            continues=not _is_chat(prompt),
             ignore_eos=ignore_eos,
             allowed_ids=allowed_ids,
             deadline_s=deadline_s,
@@ -191,6 +198,7 @@ class Engine:
     def close(self) -> None:
         """End a running generation and free the weights."""
         self.end_running()
+        self._closed = True
         self.model.backend.close()
 
     def __enter__(self) -> Engine:
@@ -233,9 +241,9 @@ class Engine:
             self._running.close()
             self._running = None
 
-    def new_stream(self, stop: Sequence[str]) -> TextStream:
-        """Return a detokeniser for one answer."""
-        return TextStream(self.tokenizer, stop)
+    def new_stream(self, stop: Sequence[str], *, continues: bool) -> TextStream:
+        """Return a detokeniser for one answer; `continues`: it goes on with the prompt's text."""
+        return TextStream(self.tokenizer, stop, continues=continues)
 
     @property
     def num_tokens(self) -> int:
@@ -264,6 +272,10 @@ class Engine:
                 raise UsageError(f"allowed_ids: expected 0…{self.num_tokens - 1}, got {i}")
 
 
+def _is_chat(prompt: PromptLike) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def fit_context(
     spec: ModelSpec,
     ctx: str | int,
@@ -286,17 +298,22 @@ def fit_context(
         if not str(ctx).isdecimal() or int(ctx) < 2:
             raise UsageError(f"context: expected auto or a number >= 2, got {ctx}")
         context = int(ctx)
-        if context > spec.max_position:
+        longest = spec.max_position
+        if spec.rope.kind == "dynamic":  # made to go beyond what the model was trained on
+            longest = int(longest * spec.rope.factor)
+        if context > longest:
             raise UsageError(
-                f"context: this model was made for at most {spec.max_position} positions, "
-                f"got {context}"
+                f"context: this model was made for at most {longest} positions, got {context}"
             )
     if context > fits or context < 2:
         raise BudgetError(
             f"memory: weights and workspace take about {fixed / 2**20:.0f} MiB and "
             f"{max(context, 2)} tokens of context {max(context, 2) * per_token / 2**20:.0f} MiB, "
-            f"{limit / 2**20:.0f} MiB are available",
-            f"the largest context that fits is {fits}" if fits >= 2 else "use a smaller model",
+            f"{max(0, limit) / 2**20:.0f} MiB are available"
+            + (f" within the budget of {budget_bytes / 2**20:.0f} MiB" if budget_bytes else ""),
+            f"the largest context that fits is {fits}"
+            if fits >= 2
+            else "raise --budget, lower --reserve, or use a smaller model",
         )
     return context
 

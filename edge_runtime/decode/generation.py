@@ -27,12 +27,15 @@ from edge_runtime.decode.draft import (
 )
 from edge_runtime.decode.request import DraftStats, FinishReason, Prompt, Result, Token
 from edge_runtime.decode.sampling import Sampling, choose
+from edge_runtime.errors import UsageError
 from edge_runtime.kernels.layout import MAX_GAMMA
 from edge_runtime.kernels.ops import Logits
 from edge_runtime.text.stream import Piece
 
 if TYPE_CHECKING:
     from edge_runtime.decode.engine import Engine
+
+PROMPT_CHUNK = 32  # rows between two looks at the clock, where there is a deadline
 
 
 class Generation:
@@ -50,6 +53,7 @@ class Generation:
         allowed_ids: Sequence[int] | None,
         deadline_s: float | None,
         draft_source: DraftSource | None,
+        continues: bool,
     ) -> None:
         """Made by `Engine.generate`, which checks the arguments."""
         self._engine, self._prompt, self._sampling = engine, prompt, sampling
@@ -63,7 +67,7 @@ class Generation:
         self._cancelled = threading.Event()
         self._answer: list[int] = []
         self._stats = DraftStats()
-        self._stream = engine.new_stream(stop)
+        self._stream = engine.new_stream(stop, continues=continues)
         self._source = draft_source or self._own_source(engine.draft)
         self._gamma = (
             engine.draft.gamma if draft_source is None else engine.draft.gamma or MAX_GAMMA
@@ -95,7 +99,13 @@ class Generation:
         """End it now; what was emitted stays."""
         if inspect.getgeneratorstate(self._tokens) == inspect.GEN_CREATED:
             self._finish("cancelled")  # closing a generator that never ran does not run its end
-        self._tokens.close()
+        try:
+            self._tokens.close()
+        except ValueError:  # it is running, in another thread
+            raise UsageError(
+                "the engine is busy: another thread runs a generation",
+                "cancel() that one and let it end, or use one engine a thread",
+            ) from None
 
     def complete(self) -> Result:
         """Run to the end and return the result."""
@@ -171,7 +181,7 @@ class Generation:
                 part,
                 at,
                 engine.cache,
-                chunk=engine.chunk,
+                chunk=engine.chunk if self._deadline is None else min(engine.chunk, PROMPT_CHUNK),
                 want_logits=at + len(part) == len(prompt),
                 proceed=lambda _: self._why_stopped() is None,
             )

@@ -30,7 +30,8 @@ class Session:
         """Yield the answer to a user message; options as for `Engine.generate`.
 
         The turn is added to `messages` when the answer ends: by itself, by `cancel`, by a deadline,
-        by Ctrl-C or because the caller stopped iterating. Raises what `Engine.generate` raises,
+        by Ctrl-C or because the caller stopped iterating; one stopped before its first word is
+        forgotten. Raises what `Engine.generate` raises,
         leaving the history unchanged.
         """
         turn = [*self.messages, {"role": "user", "content": text}]
@@ -47,7 +48,9 @@ class Session:
             if not failed:
                 generation.close()
                 self.last = generation.result
-                self.messages = [*turn, {"role": "assistant", "content": generation.result.text}]
+                said = generation.result.text
+                if said or generation.result.finish_reason not in ("cancelled", "deadline"):
+                    self.messages = [*turn, {"role": "assistant", "content": said}]
 
     def cancel(self) -> None:
         """Stop the running answer within one cycle; what was said so far is kept."""

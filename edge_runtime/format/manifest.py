@@ -118,6 +118,12 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         raise CheckpointError(
             f"{where}: num_tokens: expected at least 1, got {manifest.text.num_tokens}"
         )
+    bos, V = manifest.text.bos_id, manifest.spec.vocab_size
+    if bos is not None and not 0 <= bos < V:
+        raise CheckpointError(f"{where}: bos_id: expected 0…{V - 1}, got {bos}")
+    D = manifest.spec.head_dim
+    if manifest.rotation.r3 and D & (D - 1):
+        raise CheckpointError(f"{where}: r3: expected a head_dim that is a power of two, got {D}")
     expected = dict(expected_planes(manifest.spec, manifest.group_size, manifest.rotation.kind))
     for name, (dtype, shape) in expected.items():
         if name not in manifest.planes:
@@ -157,6 +163,17 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     ):
         if not low < number < float("inf"):
             raise CheckpointError(f"{where}: {name}: expected a number above {low:g}, got {number}")
+    r = spec.rope
+    if r.kind in ("yarn", "llama3") and r.original_max_position < 1:
+        raise CheckpointError(
+            f"{where}: rope.original_max_position: expected at least 1, "
+            f"got {r.original_max_position}"
+        )
+    if r.kind == "llama3" and not 0 < r.low_freq_factor < r.high_freq_factor:
+        raise CheckpointError(
+            f"{where}: rope: expected 0 < low_freq_factor < high_freq_factor, "
+            f"got {r.low_freq_factor} and {r.high_freq_factor}"
+        )
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_heads {spec.num_heads} is not a multiple of "

@@ -180,13 +180,26 @@ class _Marks:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with products and powers bounded: a short template must not fill memory."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse a repetition or a power whose result would be huge."""
+        sizes = [len(v) if isinstance(v, (str, list, tuple)) else abs(v) for v in (left, right)]
+        if operator == "**" or max(sizes[0], 1) * max(sizes[1], 1) > _MAX_OUTPUT_CHARS:
+            raise _Refusal("it multiplies beyond reason")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -56,6 +56,9 @@ class FloatBackend:
         """Bytes of all tensors."""
         return self.weights.embedding.nbytes + sum(w.nbytes for w in self.weights.matrices.values())
 
+    def prepare(self, program: ops.Program) -> None:
+        """Nothing to do: the matrices are as they were given."""
+
     def new_cache(self, capacity: int) -> PlainCache:
         """Allocate an fp32 cache."""
         return PlainCache(self.geometry, capacity)

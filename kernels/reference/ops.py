@@ -87,6 +87,12 @@ class ReferenceBackend:
         """Bytes of the embedding and of the views made so far."""
         return self._embedding.nbytes + sum(w.num_bytes for w in self._linears.values())
 
+    def prepare(self, program: ops.Program) -> None:
+        """Unpack the views that a program reads."""
+        for op in program:
+            if isinstance(op, ops.Linear):
+                self.linear(op.weight, op.view)
+
     def new_cache(self, capacity: int) -> NestedCache:
         """Allocate a nested cache."""
         return NestedCache(self.geometry, capacity)

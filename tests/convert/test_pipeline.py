@@ -277,7 +277,7 @@ def test_calibration_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_one_window_is_enough(tmp_path: Path) -> None:
     one = tmp_path / "one.txt"
-    one.write_text("abc " * 200)
+    one.write_text("abc " * 100)
     manifest = conversion(tmp_path, tmp_path / "out", calibration=one).run()
     assert manifest.agreement is not None
     assert manifest.agreement.positions == min(WINDOW, manifest.spec.max_position)

@@ -6,6 +6,7 @@ BITNEST_REQUIRE=model turns "the model cannot be fetched here" from a skip into 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # package of that name that transformers looks for. `python -m pytest` and an editable install
 # both put it there; edge_runtime itself is found without it.
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITORY]
+
+# A shell without job control starts background jobs with Ctrl-C ignored, and children inherit that:
+# tests that interrupt a process would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("bitnest", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bitnest")

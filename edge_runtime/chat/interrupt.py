@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -27,12 +27,7 @@ class StopOnInterrupt:
             self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give SIGINT back."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)

@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, TextIO
 
 from edge_runtime import log
@@ -63,12 +62,7 @@ class Progress:
             self._task = self._bar.add_task("starting", total=None, left="")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -15,23 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime import cli
-
 ENTER = "import sys\nfrom edge_runtime.cli import main\nmain(sys.argv[1:])"
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def call(*args: object, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        assert "\x1b" not in out + err
-        return exit_.value.code, out, err
-
-    return call
 
 
 def test_the_end_of_input_is_no_error(call, tiny_checkpoint: Path) -> None:

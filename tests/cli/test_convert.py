@@ -12,7 +12,6 @@ import pytest
 import tiny_models
 from tiny_checkpoints import tiny_options
 
-from edge_runtime import cli
 from edge_runtime.cli import convert, model
 from edge_runtime.cli.progress import Progress, seconds_text
 from edge_runtime.convert.pipeline import ConvertOptions
@@ -20,18 +19,6 @@ from edge_runtime.errors import CheckpointError
 from edge_runtime.format.reader import Checkpoint
 
 SHOWN = Progress.__call__
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]):
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return exit_.value.code, out, err
-
-    return call
 
 
 @pytest.fixture

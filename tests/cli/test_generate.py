@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import tiny_models
 
-from edge_runtime import cli
 from edge_runtime.format.reader import Checkpoint
 
 FIELDS = {
@@ -28,25 +26,9 @@ MEMORY = {"weights_bytes", "kv_bytes", "workspace_bytes", "peak_bytes"}
 ENTER = "import sys\nfrom edge_runtime.cli import main\nmain(sys.argv[1:])"
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]):
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return exit_.value.code, out, err
-
-    return call
-
-
 def start(*args: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", ENTER, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def stdin_of(data: bytes) -> Any:
-    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
 
 
 def test_stdout_is_the_answer_and_stderr_the_rest(call, tiny_checkpoint: Path) -> None:
@@ -127,9 +109,9 @@ def test_raw_has_no_template(call, tiny_checkpoint: Path) -> None:
     assert json.loads(call(*common)[1])["prompt_tokens"] > 5
 
 
-def test_a_prompt_from_a_file_or_stdin(call, tiny_checkpoint, tmp_path, monkeypatch) -> None:
-    def ids(*args: object) -> Any:
-        code, out, _ = call("generate", tiny_checkpoint, "-n", 8, "--json", *args)
+def test_a_prompt_from_a_file_or_stdin(call, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    def ids(*args: object, stdin: bytes = b"") -> Any:
+        code, out, _ = call("generate", tiny_checkpoint, "-n", 8, "--json", *args, stdin=stdin)
         assert code == 0
         return json.loads(out)["token_ids"]
 
@@ -138,8 +120,7 @@ def test_a_prompt_from_a_file_or_stdin(call, tiny_checkpoint, tmp_path, monkeypa
     for data in (b"hello\nworld", b"hello\r\nworld\r\n", b"\xef\xbb\xbfhello\nworld\n"):
         file.write_bytes(data)
         assert ids("--file", file) == expected
-        monkeypatch.setattr("sys.stdin", stdin_of(data))
-        assert ids("--file", "-") == expected
+        assert ids("--file", "-", stdin=data) == expected
 
 
 def test_stop_and_deadline(call, tiny_checkpoint: Path) -> None:

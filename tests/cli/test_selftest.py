@@ -7,24 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime import Engine, cli, selftest
+from edge_runtime import Engine, selftest
 from edge_runtime.cli.selftest import prompt_of, read_prompts
 from edge_runtime.decode import draft
 from edge_runtime.errors import CheckpointError
 from edge_runtime.kernels.ops import Logits
 from edge_runtime.model.runner import Model
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]):
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return exit_.value.code, out, err
-
-    return call
 
 
 def test_the_whole_grid_is_exact(tiny_checkpoint: Path) -> None:

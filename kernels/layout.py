@@ -1,4 +1,4 @@
-"""Geometry and bytes of weight planes and of the nested KV cache: integers only.
+"""Geometry of weight planes and of the KV cache, and its bytes: integers only.
 
 Invariant: planner, cache and backends take their sizes from here, so they cannot disagree.
 """
@@ -16,24 +16,9 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def plane_bytes(rows: int, columns: int, group_size: int) -> int:
-    """Bytes of one nibble plane of an [rows, columns] matrix."""
-    return rows * padded(columns, group_size) // 2
-
-
-def scale_bytes(rows: int, columns: int, group_size: int) -> int:
-    """Bytes of the int16 group multipliers and the fp32 row scales of a matrix."""
-    return rows * (padded(columns, group_size) // group_size) * 2 + rows * 4
-
-
 def kv_stored_per_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
     """Bytes one token occupies in the nested cache: K and V, two planes and an fp16 scale each."""
     return num_layers * 2 * num_kv_heads * (head_dim + 2)
-
-
-def kv_base_per_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of one token that a KV4 draft reads: the base plane and the scales."""
-    return num_layers * 2 * num_kv_heads * (head_dim // 2 + 2)
 
 
 def full_from(position: int, recent: int | None) -> int:

@@ -72,32 +72,9 @@ def pack_kv_base(q4: I8) -> U8:
     return pack_base(q4, q4.shape[-1])
 
 
-def unpack_kv_base(plane: U8) -> I8:
-    """Invert `pack_kv_base`."""
-    return unpack_base(plane, 2 * plane.shape[-1])
-
-
 def pack_kv_refine(qr: I8) -> U8:
     """Pack refinement codes of a vector [..., D] into [..., D/2]; byte i holds i and i + D/2."""
     return pack_refine(qr, qr.shape[-1])
-
-
-def unpack_kv_refine(plane: U8) -> I8:
-    """Invert `pack_kv_refine`."""
-    return unpack_refine(plane, 2 * plane.shape[-1])
-
-
-def target_code(q4: I8, qr: I8) -> I8:
-    """Return 16·q4 + qr as int8, in [-128, 119]; qr must be at least 0 where q4 is -8."""
-    assert bool(((q4 > -8) | (qr >= 0)).all()), "refinement below the range of int8"
-    code: I8 = q4 * np.int8(16) + qr
-    return code
-
-
-def draft_code(q4: I8) -> I8:
-    """Return 16·q4 as int8, in [-128, 112]."""
-    code: I8 = q4 * np.int8(16)
-    return code
 
 
 def _check_group(K: int, G: int) -> None:

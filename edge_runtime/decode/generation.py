@@ -212,7 +212,6 @@ class Generation:
         chosen = self._accept(logits, start, draft)
         engine.filled(rows[: len(chosen)])
         self._stats.cycles += 1
-        self._stats.gamma_total += len(draft)
         self._stats.drafted += len(draft)
         self._stats.accepted += len(chosen) - 1
         return chosen

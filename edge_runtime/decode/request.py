@@ -37,14 +37,13 @@ class DraftStats:
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0
-    gamma_total: int = 0
     emitted: int = 0  # by cycles; the first token comes with the prompt
 
     def as_dict(self) -> dict[str, float | int]:
         """Return the fields of the JSON document."""
         cycles = max(1, self.cycles)
         return {
-            "gamma_mean": round(self.gamma_total / cycles, 3),
+            "gamma_mean": round(self.drafted / cycles, 3),
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance": round(self.accepted / self.drafted, 4) if self.drafted else 0.0,

@@ -10,8 +10,6 @@ from __future__ import annotations
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels import ops
 
-LINEARS = ("qkv", "o", "gate_up", "down")
-
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return [out, in] of every fused linear by name, in execution order, the head last."""
@@ -25,16 +23,6 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         shapes[p + "down"] = (H, F)
     shapes["head"] = (spec.vocab_size, H)
     return shapes
-
-
-def linear_biases(spec: ModelSpec) -> dict[str, bool]:
-    """Return which fused linear of a layer has a bias."""
-    return {
-        "qkv": spec.qkv_bias,
-        "o": spec.o_bias,
-        "gate_up": spec.mlp_bias,
-        "down": spec.mlp_bias,
-    }
 
 
 def geometry(spec: ModelSpec, num_tokens: int, *, rotate_kv: bool = False) -> ops.Geometry:

@@ -20,8 +20,8 @@ import psutil
 
 from edge_runtime import __version__, paths
 from edge_runtime.format.manifest import MANIFEST
+from edge_runtime.kernels import INSTALL_TORCH
 
-INSTALL_TORCH = "pip install torch==2.13.0"
 INSTALL_GGUF = "pip install gguf"
 INSTALL_TORCH_JETSON = "install NVIDIA's torch for this JetPack first, see jetson/README.md"
 JETPACK_OF_L4T = {35: 5, 36: 6, 38: 7}

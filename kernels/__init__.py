@@ -13,9 +13,8 @@ from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
-TORCH_HINT = (
-    "install it with: pip install torch==2.13.0 (on a Jetson use NVIDIA's build for your JetPack)"
-)
+INSTALL_TORCH = "pip install torch==2.13.0"
+TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
 
 def backend_status() -> list[tuple[str, bool, str]]:

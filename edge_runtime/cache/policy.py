@@ -38,14 +38,14 @@ KV4 = KvPolicy(0)
 
 
 def parse_policy(text: str) -> KvPolicy:
-    """Parse kv8, kv4 or recent:N. Raises UsageError."""
-    if text == "kv8":
+    """Parse auto (kv8), kv8, kv4 or recent:N. Raises UsageError."""
+    if text in ("auto", "kv8"):
         return KV8
     if text == "kv4":
         return KV4
     if match := re.fullmatch(r"recent:([1-9][0-9]{0,8})", text):
         return KvPolicy(int(match[1]))
     raise UsageError(
-        f"KV policy: expected kv8, kv4 or recent:N with N >= 1, got {text!r}",
+        f"KV policy: expected auto, kv8, kv4 or recent:N with N >= 1, got {text!r}",
         "for example --kv-policy recent:256",
     )

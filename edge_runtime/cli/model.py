@@ -44,7 +44,7 @@ class EngineOptions:
 
     backend: str = "auto"
     view: str = "nest"
-    draft: str | int = "auto"
+    draft: str = "auto"
     draft_source: str = "auto"
     kv_policy: str = "auto"
     ctx: str | int = "auto"
@@ -231,7 +231,7 @@ def _open_original(path: Path, options: EngineOptions) -> Engine:
     if ctx == "auto":
         ctx = min(FLOAT_CONTEXT, manifest.spec.max_position)
     context = fit_context(manifest.spec, ctx, "reference", options.budget, options.reserve or 0)
-    draft = choose_draft(str(options.draft), options.draft_source, "fp", "reference")
+    draft = choose_draft(options.draft, options.draft_source, "fp", "reference")
     source = open_source(_original_path(manifest, options.original))
     try:
         _check_same_model(source, manifest)

@@ -1,8 +1,8 @@
 """Options that several commands share, each defined once, and the parsers behind them.
 
-Invariant: the parsers are pure (`parse_…` takes text, raises ValueError with the whole reason) and
-the click types only wrap them. What a command receives is checked for form, not for sense: whether
-a budget is enough, or a backend is there, the layer that owns it says.
+Invariant: the parsers are pure (they take text and raise ValueError or UsageError with the whole
+reason) and the click types only wrap them. What a command receives is checked for form, not for
+sense: whether a budget is enough, or a backend is there, the layer that owns it says.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from edge_runtime.errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
 Auto = Literal["auto"]
-
-MAX_DRAFT = 7  # 7 drafted rows and the bonus row: 8 rows cost what one costs
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -55,46 +53,29 @@ def user_path(text: str) -> Path:
     return path
 
 
-def parse_count(text: str, what: str, low: int, high: int | None = None) -> int:
-    """Return a whole number from `low` up to `high`; signs, points and exponents are refused."""
-    allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
-    if not (text.isascii() and text.isdigit()) or int(text) < low:
-        raise ValueError(f"{text!r} is not {what} {allowed}")
-    if high is not None and int(text) > high:
-        raise ValueError(f"{text!r} is not {what} {allowed}")
-    return int(text)
+def checked_draft(text: str) -> str:
+    """Return the text if the engine understands it: `auto`, `off` or a number of tokens."""
+    from edge_runtime.decode.draft import parse_gamma
+
+    parse_gamma(text)
+    return text
 
 
-def parse_draft(text: str) -> int | Auto:
-    """Return tokens to draft per cycle, 0 for `off`, or `auto`."""
-    if text == "auto":
-        return "auto"
-    if text == "off":
-        return 0
-    try:
-        return parse_count(text, "a number of tokens", 0, MAX_DRAFT)
-    except ValueError as error:
-        raise ValueError(f"{error}, nor auto or off") from None
+def checked_kv_policy(text: str) -> str:
+    """Return the text if the engine understands it: `auto`, `kv8`, `kv4` or `recent:N`."""
+    from edge_runtime.cache.policy import parse_policy
+
+    parse_policy(text)
+    return text
 
 
 def parse_ctx(text: str) -> int | Auto:
     """Return the context to allocate in tokens, or `auto`."""
     if text == "auto":
         return "auto"
-    try:
-        return parse_count(text, "a number of tokens", 1)
-    except ValueError as error:
-        raise ValueError(f"{error}, nor auto") from None
-
-
-def parse_kv_policy(text: str) -> str:
-    """Return a well-formed policy: `auto`, `kv8`, `kv4` or `recent:N` with N in plain digits."""
-    if text in ("auto", "kv8", "kv4"):
-        return text
-    name, colon, count = text.partition(":")
-    if name == "recent" and colon:
-        return f"recent:{parse_count(count, 'a number of recent tokens', 1)}"
-    raise ValueError(f"{text!r} is not a policy; choose auto, kv8, kv4 or recent:N")
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number of tokens of at least 1, nor auto")
+    return int(text)
 
 
 if TYPE_CHECKING:  # a generic in click's types; at run time only in its later versions
@@ -118,14 +99,14 @@ class Parsed(_ParamType):
             return value
         try:
             return self._parse(value)
-        except ValueError as error:
+        except (ValueError, UsageError) as error:
             self.fail(str(error), param, ctx)
 
 
 SIZE = Parsed("size", parse_size)
-DRAFT = Parsed("draft", parse_draft)
+DRAFT = Parsed("draft", checked_draft)
 CTX = Parsed("tokens", parse_ctx)
-KV_POLICY = Parsed("policy", parse_kv_policy)
+KV_POLICY = Parsed("policy", checked_kv_policy)
 
 
 def model_argument(required: bool = True) -> Callable[[F], F]:
@@ -153,7 +134,7 @@ draft_option = click.option(
     type=DRAFT,
     default="auto",
     show_default=True,
-    metavar=f"auto|off|0..{MAX_DRAFT}",
+    metavar="auto|off|N",
     help="Tokens drafted before each verification.",
 )
 draft_source_option = click.option(

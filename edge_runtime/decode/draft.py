@@ -109,19 +109,29 @@ class DraftChoice:
     why: str
 
 
+def parse_gamma(text: str) -> int | None:
+    """Parse auto (None), off (0) or a number of tokens up to MAX_GAMMA. Raises UsageError."""
+    if text == "auto":
+        return None
+    if text == "off":
+        return 0
+    if not (text.isascii() and text.isdigit()) or int(text) > MAX_GAMMA:
+        raise UsageError(f"draft: expected auto, off or 0…{MAX_GAMMA}, got {text!r}")
+    return int(text)
+
+
 def choose_draft(gamma: str, source: str, view: str, backend: str) -> DraftChoice:
     """Resolve --draft auto|off|N and --draft-source auto|base|ngram|both. Raises UsageError."""
     if source not in ("auto", "base", "ngram", "both"):
         raise UsageError(f"draft source: expected auto, base, ngram or both, got {source!r}")
+    wanted = parse_gamma(gamma)
     if view != "nest":
         return DraftChoice(0, "base", f"view {view} decodes one token at a time")
-    if gamma == "off" or gamma == "0":
+    if wanted == 0:
         return DraftChoice(0, "base", "drafting is off")
-    if gamma != "auto":
-        if not gamma.isdecimal() or not 0 <= int(gamma) <= MAX_GAMMA:
-            raise UsageError(f"draft: expected auto, off or 0…{MAX_GAMMA}, got {gamma!r}")
+    if wanted is not None:
         chosen: SourceName = "base" if source == "auto" else source  # type: ignore[assignment]
-        return DraftChoice(int(gamma), chosen, "as asked")
+        return DraftChoice(wanted, chosen, "as asked")
     if source == "auto":
         if backend == "reference":
             why = "on this backend a base step costs as much as a target step; look-up is free"

@@ -101,7 +101,7 @@ class Engine:
         manifest = checkpoint.manifest
         name, why = kernels.choose_backend(backend)
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
-        policy = KV8 if kv_policy == "auto" else parse_policy(kv_policy)
+        policy = parse_policy(kv_policy)
         choice = choose_draft(str(draft), draft_source, view, name)
         weights = model_weights(checkpoint.plane, manifest, context)
         shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)

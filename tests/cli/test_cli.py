@@ -226,30 +226,6 @@ def test_a_count_of_bytes_is_itself(size: int) -> None:
     assert options.parse_size(f"{size}KiB") == size * 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), ("off", 0), ("0", 0), ("4", 4), ("7", 7)]
-)
-def test_draft(text: str, value: object) -> None:
-    assert options.parse_draft(text) == value
-
-
-@pytest.mark.parametrize("text", ["8", "-1", "on", "", "1.0", "²"])
-def test_what_is_not_a_draft(text: str) -> None:
-    with pytest.raises(ValueError, match="0 to 7, nor auto or off"):
-        options.parse_draft(text)
-
-
-@pytest.mark.parametrize("text", ["auto", "kv8", "kv4", "recent:1", "recent:512"])
-def test_kv_policy(text: str) -> None:
-    assert options.parse_kv_policy(text) == text
-
-
-@pytest.mark.parametrize("text", ["kv16", "recent", "recent:", "recent:0", "recent:x", "KV8", ""])
-def test_what_is_not_a_kv_policy(text: str) -> None:
-    with pytest.raises(ValueError, match="recent"):
-        options.parse_kv_policy(text)
-
-
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("1", 1), ("32768", 32768)])
 def test_ctx(text: str, value: object) -> None:
     assert options.parse_ctx(text) == value
@@ -295,7 +271,9 @@ def test_the_shared_options_and_their_defaults() -> None:
     [
         ["--backend", "tpu"],
         ["--view", "w5"],
-        ["--draft", "9"],
+        ["--draft", "8"],
+        ["--draft", "²"],
+        ["--kv-policy", "kv16"],
         ["--kv-policy", "recent:0"],
         ["--ctx", "none"],
         ["--budget", "lots"],

@@ -96,6 +96,7 @@ def test_both_without_a_match_is_the_base() -> None:
         ("7", "both", "nest", "reference", (7, "both")),
         ("0", "ngram", "nest", "cpu", (0, "base")),
         ("off", "auto", "nest", "cpu", (0, "base")),
+        ("7", "auto", "nest", "cpu", (7, "base")),
         ("4", "base", "w8", "cpu", (0, "base")),
         ("auto", "auto", "w4", "cpu", (0, "base")),
         ("auto", "auto", "fp", "cpu", (0, "base")),
@@ -109,7 +110,16 @@ def test_choice(gamma: str, source: str, view: str, backend: str, want: tuple[in
 
 @pytest.mark.parametrize(
     ("gamma", "source"),
-    [("8", "auto"), ("-1", "auto"), ("x", "auto"), ("", "base"), ("4.0", "base"), ("2", "tree")],
+    [
+        ("8", "auto"),
+        ("-1", "auto"),
+        ("on", "auto"),
+        ("", "base"),
+        ("4.0", "base"),
+        ("2", "tree"),
+        ("²", "auto"),
+        ("٤", "auto"),
+    ],
 )
 def test_choices_that_are_refused(gamma: str, source: str) -> None:
     with pytest.raises(UsageError, match="expected"):
@@ -136,6 +146,7 @@ def test_policy_spelling() -> None:
     for text, policy in (("kv8", KV8), ("kv4", KV4), ("recent:100", KvPolicy(100))):
         assert parse_policy(text) == policy
         assert str(policy) == text
-    for text in ("", "kv2", "recent:0", "recent:-1", "recent:", "recent:1e3", "KV8"):
-        with pytest.raises(UsageError, match="expected kv8, kv4 or recent:N"):
+    assert parse_policy("auto") == KV8
+    for text in ("", "kv2", "recent:0", "recent:-1", "recent:", "recent", "recent:1e3", "KV8"):
+        with pytest.raises(UsageError, match="expected auto, kv8, kv4 or recent:N"):
             parse_policy(text)

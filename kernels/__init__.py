@@ -59,6 +59,12 @@ def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
     return views + wide + num_embedding + RUNTIME_BYTES
 
 
+def float_fixed_bytes(num_weights: int, num_embedding: int) -> int:
+    """Upper estimate of what the unquantised model (`--view fp`) holds besides its KV cache."""
+    loading = 3 * num_embedding * 4  # the largest tensor as it comes: dequantised, copied, checked
+    return (num_weights + num_embedding) * 4 + loading + RUNTIME_BYTES
+
+
 def open_backend(
     name: str, weights: ModelWeights, geometry: Geometry, threads: int | None = None
 ) -> Backend:

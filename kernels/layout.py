@@ -21,6 +21,11 @@ def kv_stored_per_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int)
     return num_layers * 2 * num_kv_heads * (head_dim + 2)
 
 
+def kv_plain_per_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    """Bytes one token occupies in the fp32 cache of the unquantised model."""
+    return num_layers * 2 * num_kv_heads * head_dim * 4
+
+
 def full_from(position: int, recent: int | None) -> int:
     """Return the first token that a draft row at `position` reads with both planes.
 

@@ -227,10 +227,11 @@ def _open_original(path: Path, options: EngineOptions) -> Engine:
 
     checkpoint = Checkpoint(path)
     manifest = checkpoint.manifest
-    ctx = options.ctx
-    if ctx == "auto":
-        ctx = min(FLOAT_CONTEXT, manifest.spec.max_position)
-    context = fit_context(manifest.spec, ctx, "reference", options.budget, options.reserve or 0)
+    context = fit_context(
+        manifest.spec, options.ctx, "reference", options.budget, options.reserve or 0, view="fp"
+    )
+    if options.ctx == "auto":
+        context = min(FLOAT_CONTEXT, context)
     draft = choose_draft(options.draft, options.draft_source, "fp", "reference")
     source = open_source(_original_path(manifest, options.original))
     try:

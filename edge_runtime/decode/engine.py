@@ -23,7 +23,7 @@ from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import BudgetError, ContextError, UsageError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import ModelSpec, TextSpec
-from edge_runtime.kernels.layout import kv_stored_per_token_bytes
+from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
 from edge_runtime.kernels.ops import View
 from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
@@ -276,6 +276,8 @@ def fit_context(
     backend: str,
     budget_bytes: int | None,
     reserve_bytes: int,
+    *,
+    view: str = "nest",
 ) -> int:
     """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
 
@@ -283,8 +285,14 @@ def fit_context(
     """
     available = psutil.virtual_memory().available - reserve_bytes
     limit = available if budget_bytes is None else min(available, budget_bytes)
-    per_token = kv_stored_per_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    fixed = kernels.fixed_bytes(spec_weights(spec), spec.vocab_size * spec.hidden_size, backend)
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    weights, embedding = spec_weights(spec), spec.vocab_size * spec.hidden_size
+    if view == "fp":
+        per_token = kv_plain_per_token_bytes(*shape)
+        fixed = kernels.float_fixed_bytes(weights, embedding)
+    else:
+        per_token = kv_stored_per_token_bytes(*shape)
+        fixed = kernels.fixed_bytes(weights, embedding, backend)
     fits = max(0, (limit - fixed) // per_token)
     if ctx == "auto":
         context = min(spec.max_position, fits)

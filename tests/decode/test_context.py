@@ -1,0 +1,59 @@
+"""The context that is allocated: what is counted is what is taken; what does not fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from edge_runtime import kernels
+from edge_runtime.convert.original import float_model
+from edge_runtime.convert.source import open_source
+from edge_runtime.decode import engine
+from edge_runtime.decode.engine import fit_context, spec_weights
+from edge_runtime.errors import BudgetError
+from edge_runtime.format.reader import Checkpoint
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
+from edge_runtime.kernels.reference.cache import NestedCache, PlainCache
+from edge_runtime.model.transformer import geometry
+
+
+def shape(spec: ModelSpec) -> tuple[int, int, int]:
+    return spec.num_layers, spec.num_kv_heads, spec.head_dim
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_caches_take_what_is_planned(checkpoints: Callable[[str], Path], name: str) -> None:
+    spec = Checkpoint(checkpoints(name)).manifest.spec
+    sizes = geometry(spec, spec.vocab_size)
+    assert PlainCache(sizes, 128).num_bytes == 128 * kv_plain_per_token_bytes(*shape(spec))
+    assert NestedCache(sizes, 128).num_bytes == 128 * kv_stored_per_token_bytes(*shape(spec))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # qwen2: a tied head is held twice
+def test_the_float_model_takes_what_is_planned(
+    checkpoints: Callable[[str], Path], name: str
+) -> None:
+    source = open_source(checkpoints(name).parent / "source")
+    spec = source.spec
+    table = spec.vocab_size * spec.hidden_size
+    planned = kernels.float_fixed_bytes(spec_weights(spec), table) - kernels.RUNTIME_BYTES
+    assert planned - float_model(source, 64).backend.weights_bytes == 3 * table * 4  # loading
+
+
+def test_fp_is_refused_by_its_own_numbers(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Checkpoint(checkpoints("llama")).manifest.spec
+    fixed = kernels.float_fixed_bytes(spec_weights(spec), spec.vocab_size * spec.hidden_size)
+    room = 100 * kv_plain_per_token_bytes(*shape(spec))
+    memory = SimpleNamespace(available=fixed + room)
+    monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: memory)
+    assert fit_context(spec, "auto", "reference", None, 0, view="fp") == 100
+    assert fit_context(spec, 100, "reference", None, 0, view="fp") == 100
+    with pytest.raises(BudgetError) as caught:
+        fit_context(spec, 101, "reference", None, 0, view="fp")
+    assert caught.value.hint == "the largest context that fits is 100"

@@ -8,6 +8,7 @@ or the head (fp32), and the hidden states of the calibration windows.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edge_runtime import __version__
 from edge_runtime.convert import layer as layers
 from edge_runtime.convert import resources
 from edge_runtime.convert.agreement import HeldOut
@@ -28,7 +30,6 @@ from edge_runtime.convert.calibrate import (
     WINDOW,
     HessianSum,
     calibration_documents,
-    calibration_text,
     windows,
 )
 from edge_runtime.convert.hadamard import random_rotation
@@ -94,16 +95,11 @@ class Conversion:
         one = geometry(spec, source.text.num_tokens, rotate_kv=self._r3)
         self._one = replace(one, num_layers=1)
         self._r1 = random_rotation(spec.hidden_size, options.seed) if rotate else None
-        calibration = BUNDLED
-        if options.calibration is not None:
-            calibration = digest(calibration_text(options.calibration))
-        named = {**asdict(options), "calibration": calibration, "group_size": G}
         self._calibration_name = (
             BUNDLED if options.calibration is None else options.calibration.name
         )
-        identity = msgspec.json.encode([source.provenance, named, fmt.VERSION]).decode()
         resources.check(spec, G, self._rotation().kind, options.calibration_tokens, out)
-        self.writer = CheckpointWriter(out, identity)
+        self.writer = CheckpointWriter(out, self._identity())
         self._rows: list[dict[str, Any]] = []
         self._tokenizer = Tokenizer.from_json(source.tokenizer_json)
         self._window = min(WINDOW, spec.max_position)
@@ -113,6 +109,23 @@ class Conversion:
         if self._r1 is None:
             return fmt.Rotation(kind="none", r3=self._r3)
         return fmt.Rotation(kind=self._r1.kind, scale=self._r1.scale, r3=self._r3)
+
+    def _identity(self) -> str:
+        """Say what the planes depend on, files by their content: moving one changes nothing."""
+        source, options = self.source, self.options
+        documents = json.dumps(calibration_documents(options.calibration))
+        identity = {
+            **asdict(options),
+            "group_size": self.recipe.group_size,
+            "r3": self._r3,
+            "calibration": digest(documents),
+            "source": source.provenance["sha256"],
+            "tokenizer": digest(source.tokenizer_json),
+            "text": digest(msgspec.json.encode(source.text).decode()),
+            "format": fmt.VERSION,
+            "program": __version__,
+        }
+        return json.dumps(identity)
 
     @torch.inference_mode()
     def run(self) -> fmt.Manifest:

@@ -42,7 +42,8 @@ class CheckpointWriter:
         kept = self.partial.exists() and {p.name for p in self.partial.iterdir()} - {RESUME}
         if found != identity and kept:  # a conversion stopped before its first shard kept nothing
             raise UsageError(
-                f"{self.partial}: holds a conversion of another model or with other options",
+                f"{self.partial}: holds a conversion of another model, with other options, or by "
+                "another version",
                 f"remove it to start again: rm -r {self.partial}",
             )
         state.parent.mkdir(parents=True, exist_ok=True)

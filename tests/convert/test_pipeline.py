@@ -219,6 +219,32 @@ def test_another_text_or_model_does_not_continue_it(tmp_path: Path) -> None:
         conversion(tmp_path, tmp_path / "out")
 
 
+def test_a_folder_that_moved_continues(tmp_path: Path) -> None:
+    leave_a_shard(tmp_path)
+    (tmp_path / "source").rename(tmp_path / "renamed")
+    (tmp_path / "elsewhere").mkdir()
+    chosen = tiny_checkpoints.tiny_options(tmp_path / "elsewhere")
+    source = open_source(tmp_path / "renamed")
+    Conversion(source, tmp_path / "out", chosen, lambda *_: None)
+
+
+def test_another_version_or_bundled_text_does_not_continue_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled: dict[str, Any] = {"calibration": None}
+    writer = conversion(tmp_path, tmp_path / "out", **bundled).writer
+    writer.shard("embed", {"x": np.zeros(1, np.int8)}, [])
+    conversion(tmp_path, tmp_path / "out", **bundled)
+    for name, value in (
+        ("__version__", "0.0.9"),
+        ("calibration_documents", lambda _: [{"text": "another"}]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"edge_runtime.convert.pipeline.{name}", value)
+            with pytest.raises(UsageError, match="another version"):
+                conversion(tmp_path, tmp_path / "out", **bundled)
+
+
 def test_seed_and_layers_matter(tmp_path: Path) -> None:
     conversion(tmp_path, tmp_path / "a", base="rtn", refine="closed").run()
     conversion(tmp_path, tmp_path / "b", base="rtn", refine="closed", seed=1).run()

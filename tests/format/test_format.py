@@ -261,7 +261,7 @@ def _fail(*_: Any) -> None:
 def test_another_conversion_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "model"
     CheckpointWriter(out, "one").shard("s", PLANES, {})
-    with pytest.raises(UsageError, match="another model or with other options"):
+    with pytest.raises(UsageError, match="another model, with other options"):
         CheckpointWriter(out, "two")
     CheckpointWriter(out, "one").discard()
     CheckpointWriter(out, "one")  # stopped before its first shard: nothing to lose

@@ -1,4 +1,4 @@
-"""The chat at a terminal: a line is a turn, a line that begins with `/` is a command.
+"""The chat at a terminal: a line is a turn, one that begins with `/` and a word is a command.
 
 Invariant: whatever a turn meets (an error, Ctrl-C), the chat goes on; a failed turn leaves the
 history as it was, a stopped one keeps what was said. Answers go to stdout, the rest to stderr.
@@ -70,7 +70,7 @@ class Repl:
         word, _, rest = text.strip().partition(" ")
         if word in ("/exit", "/quit", "/bye"):
             return False
-        if word.startswith("/"):
+        if word.startswith("/") and (word[1:].isalpha() or word[1:] in self._commands):
             self._command(word[1:], rest.strip())
         elif word:
             self.turn(text)

@@ -106,6 +106,7 @@ def statistics(result: Result) -> list[str]:
         f"draft    {d.get('accepted', 0)} of {d.get('drafted', 0)} accepted in "
         f"{d.get('cycles', 0)} cycles, {d.get('tokens_per_cycle', 0)} tokens a cycle",
         f"         {result.draft_why}",
+        f"backend  {result.backend}: {result.backend_why}",
         f"memory   weights {m.get('weights_bytes', 0) / 2**20:.0f} MiB, KV cache "
         f"{m.get('kv_bytes', 0) / 2**20:.0f} MiB, peak {m.get('peak_bytes', 0) / 2**20:.0f} MiB",
     ]

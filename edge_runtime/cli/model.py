@@ -1,7 +1,8 @@
 """From the word a user typed for MODEL to an open engine.
 
 Invariant: a converted folder is used as it is; a known name is fetched and converted once, into the
-cache; an original model is never converted behind the user's back. What `auto` chose is said once.
+cache; an original model is never converted behind the user's back. What `auto` chose is said once;
+why, with -v and in the documents.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ def open_model(name: str | None, options: EngineOptions) -> Engine:
     path = checkpoint_path(name)
     engine = _open_original(path, options) if options.view == "fp" else _open(path, options)
     d = engine.draft
-    draft = f"draft {d.gamma} {d.source} ({d.why})" if d.gamma else f"no drafting ({d.why})"
     log.info(
-        "%s · backend %s (%s) · view %s · %s · KV %s · context %d",
+        "%s · backend %s · view %s · %s · KV %s · context %d",
         path.name,
         engine.backend_name,
-        engine.backend_why,
         engine.view,
-        draft,
+        f"draft {d.gamma} {d.source}" if d.gamma else "no drafting",
         engine.policy,
         engine.context,
     )
+    log.debug("backend %s: %s", engine.backend_name, engine.backend_why)
+    log.debug("draft %d %s: %s", d.gamma, d.source, d.why)
     return engine
 
 

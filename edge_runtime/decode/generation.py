@@ -75,6 +75,7 @@ class Generation:
         self.result = Result(
             prompt_tokens=len(prompt),
             backend=engine.backend_name,
+            backend_why=engine.backend_why,
             view=engine.view,
             kv_policy=str(engine.policy),
             context_max=engine.context,

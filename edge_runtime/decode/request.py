@@ -68,6 +68,7 @@ class Result:
     decode_tok_s: float = 0.0
     decode_s: float = 0.0
     backend: str = ""
+    backend_why: str = ""
     view: str = ""
     kv_policy: str = ""
     context_max: int = 0

@@ -114,6 +114,22 @@ def test_commands(engine: Engine, capsys) -> None:
     assert session.messages == [{"role": "system", "content": "be brief"}]
 
 
+def test_a_slash_alone_does_not_make_a_command(engine: Engine, capsys) -> None:
+    typed = ["/usr/bin/env is what?", "/ ", "/2", "/etc/hosts"]
+    session = chat(engine, *typed, "/nonsense", "/?")
+    assert [m["content"] for m in session.messages[::2]] == typed
+    err = capsys.readouterr().err
+    assert err.count("Unknown command") == 1
+    assert "Unknown command /nonsense." in err
+
+
+def test_stats_say_what_was_chosen_and_why(engine: Engine, capsys) -> None:
+    chat(engine, "hello", "/stats")
+    err = capsys.readouterr().err
+    for why in (engine.draft.why, f"backend  reference: {engine.backend_why}"):
+        assert why in err
+
+
 def test_several_lines(engine: Engine, capsys) -> None:
     session = chat(engine, '"""one', "", 'two"""', '"""three"""')
     assert [m["content"] for m in session.messages[::2]] == ["one\n\ntwo", "three"]

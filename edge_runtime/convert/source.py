@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import ModelSpec, TextSpec
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def open_source(path: Path) -> Source:
         )
     if path.is_dir():
         return _open_folder(path)
-    if path.suffix.lower() == ".gguf" or _starts_with(path, b"GGUF"):
+    refuse_pointer(path)
+    if path.suffix.lower() == ".gguf" or is_gguf(path):
         from edge_runtime.convert.source_gguf import GgufSource
 
         return GgufSource(path)
@@ -117,9 +119,10 @@ def _open_folder(path: Path) -> Source:
     raise CheckpointError(f"{path} has no config.json: expected a Hugging Face folder", hint)
 
 
-def _starts_with(path: Path, magic: bytes) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Say whether a file begins as a GGUF file does, whatever its name."""
     with path.open("rb") as file:
-        return file.read(len(magic)) == magic
+        return file.read(4) == b"GGUF"
 
 
 def describe_file(path: Path) -> str:
@@ -130,8 +133,6 @@ def describe_file(path: Path) -> str:
     text = head.lstrip().lower()
     if size == 0:
         return "an empty file"
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer (the weights were not downloaded; run git lfs pull)"
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "a web page (the download link led to HTML, not to the file)"
     if text.startswith(b"{"):

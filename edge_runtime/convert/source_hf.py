@@ -26,6 +26,7 @@ from edge_runtime.convert.source import (
     tensor_shapes,
 )
 from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import ModelSpec
 
 _LAYER_PARTS = {
@@ -167,6 +168,7 @@ class HfSource:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError saying what the file is instead."""
+    refuse_pointer(path)
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

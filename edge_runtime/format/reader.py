@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.manifest import DTYPES, MANIFEST, RECONVERT, TOKENIZER, decode_manifest
 
 NUMPY = {"U8": np.uint8, "I8": np.int8, "I16": np.int16, "F16": np.float16, "F32": np.float32}
@@ -84,6 +85,7 @@ class _PlaneFile:
         self.path = path
         if not path.is_file():
             raise CheckpointError(f"{path}: file is missing", RECONVERT)
+        refuse_pointer(path)
         size = path.stat().st_size
         if size < 8:
             raise CheckpointError(f"{path}: truncated: {size} bytes", RECONVERT)
@@ -134,6 +136,7 @@ class _PlaneFile:
 
 
 def _read_bounded(path: Path, limit: int) -> bytes:
+    refuse_pointer(path)
     size = path.stat().st_size
     if size > limit:
         raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")

@@ -177,11 +177,17 @@ def test_exit_codes(call, tiny_checkpoint: Path, args: list[str], code: int, rea
 def test_models_that_cannot_run(call, tmp_path: Path, tiny_source: Path) -> None:
     gguf = tiny_models.write_gguf(tmp_path / "a b.gguf")
     (tmp_path / "half.partial").mkdir()
+    (tmp_path / "x.gguf").write_text("garbage")
+    (tmp_path / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (tmp_path / "m.safetensors").write_bytes(bytes(64))
     cases: list[tuple[object, int, str]] = [
         (tmp_path / "missing", 5, "no model at"),
         ("org/name", 5, "hf:org/name"),
-        (gguf, 2, f"bitnest-edge convert '{gguf}' -o 'a b-nested'"),
-        (tiny_source, 2, "unconverted"),
+        (gguf, 5, f"bitnest-edge convert '{gguf}' -o 'a b-nested'"),
+        (tiny_source, 5, "unconverted"),
+        (tmp_path / "x.gguf", 5, "got 7 bytes beginning"),
+        (tmp_path / "m.safetensors", 5, "the folder of a converted model"),
+        (tmp_path / "lfs.gguf", 5, "git lfs pull"),
         (tmp_path / "half", 5, "not finished"),
         (tmp_path / "half.partial", 5, "not finished"),
         (tmp_path, 5, "manifest.json"),

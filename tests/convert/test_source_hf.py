@@ -145,7 +145,6 @@ def test_index_beside_a_single_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS"),
         (b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
         (b"", "empty file"),
         (b"PK\x03\x04" + bytes(60), "zip archive"),
@@ -155,6 +154,15 @@ def test_other_things_saved_as_safetensors(tmp_path: Path, content: bytes, word:
     folder = tiny_models.write_hf(tmp_path)
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "model.safetensors", word)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00002.safetensors", INDEX, "config.json", "tokenizer.json"]
+)
+def test_a_pointer_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+    folder = tiny_models.write_hf(tmp_path, shards=2)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in refused(folder, name, "Git LFS pointer").hint
 
 
 def test_truncated_file(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def refused(folder: Path, *words: str) -> None:
+def refused(folder: Path, *words: str) -> CheckpointError:
     """Opening and verifying fails with one line that holds all the words."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder).verify()
@@ -50,6 +50,7 @@ def refused(folder: Path, *words: str) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message, message
+    return caught.value
 
 
 # ---- the round trip
@@ -132,6 +133,12 @@ def test_a_header_that_claims_the_world(folder: Path) -> None:
 def test_missing_files(folder: Path, name: str) -> None:
     (folder / name).unlink()
     refused(folder, name, "missing")
+
+
+@pytest.mark.parametrize("name", ["embed.safetensors", TOKENIZER, MANIFEST])
+def test_a_pointer_in_place_of_a_file(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in refused(folder, name, "Git LFS pointer").hint
 
 
 def test_missing_plane_in_a_file(folder: Path) -> None:

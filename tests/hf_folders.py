@@ -1,4 +1,4 @@
-"""Refusals and edits that the tests of Hugging Face folders share."""
+"""Refusals and edits that the tests of model sources share."""
 
 from __future__ import annotations
 

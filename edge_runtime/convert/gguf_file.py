@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,13 @@ from edge_runtime.format.lfs import refuse_pointer
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", list: "a list"}
 _AGAIN = "the file is damaged or incomplete; download it again"
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
+
+T = TypeVar("T")
+Metadata = dict[str, Any]
 
 
 class GgufTensor(NamedTuple):
@@ -108,7 +112,7 @@ class GgufFile:
                     f"{path.name}: {what} count {count} cannot fit in {len(cursor.data)} bytes",
                     _AGAIN,
                 )
-        self.metadata: dict[str, Any] = {}
+        self.metadata: Metadata = {}
         for _ in range(num_values):
             key = cursor.string("a metadata key")
             if key in self.metadata:
@@ -171,6 +175,25 @@ class GgufFile:
             tensors[name] = GgufTensor(shape, kind, start + offset, size)
         _refuse_overlap(self.name, tensors)
         return tensors
+
+
+def optional(meta: Metadata, key: str, kind: type[T]) -> T | None:
+    """Return a metadata value, None where there is none. Raises CheckpointError for another type.
+
+    `kind` is str, bool, int or list, exactly: true is not a number.
+    """
+    value = meta.get(key)
+    if value is not None and type(value) is not kind:
+        raise CheckpointError(
+            f"GGUF metadata: {key} must be {_TYPE_NAMES[kind]}, got {shown(value)}"
+        )
+    return value
+
+
+def shown(value: object) -> str:
+    """Return a metadata value as an error message quotes it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _check_magic(cursor: _Cursor, path: Path) -> None:

@@ -12,15 +12,16 @@ fixed order here, as in every tokenizer.json made from such a model.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
+from edge_runtime.convert.gguf_file import Metadata, optional, shown
 from edge_runtime.convert.text_assets import make_text_spec
 from edge_runtime.errors import CheckpointError, UnsupportedModel
 from edge_runtime.format.spec import TextSpec
 from edge_runtime.text.tokenizer import load_tokenizer
 
+T = TypeVar("T", int, float)
 Json = dict[str, Any]
-Metadata = dict[str, Any]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"  # SentencePiece's visible space
@@ -39,7 +40,7 @@ def read_text(
     tokens = _strings(meta, "tokenizer.ggml.tokens")
     if len(set(tokens)) != len(tokens):
         raise CheckpointError("GGUF metadata: tokenizer.ggml.tokens has duplicates")
-    types = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _numbers(meta, "tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(
             f"GGUF metadata: expected one token_type per token, got {len(types)} for {len(tokens)}"
@@ -75,27 +76,25 @@ def _without_padding(tokens: list[str], types: list[int]) -> tuple[list[str], li
 
 def _text_spec(meta: Metadata, tokenizer_json: str, kind: str, pre: str, rows: int) -> TextSpec:
     def token(key: str) -> int | None:
-        value = meta.get(f"tokenizer.ggml.{key}_token_id")
-        return value if isinstance(value, int) else None
+        return optional(meta, f"tokenizer.ggml.{key}_token_id", int)
 
     eos = [i for i in map(token, ("eos", "eot", "eom")) if i is not None]
-    add_bos = meta.get("tokenizer.ggml.add_bos_token")
+    add_bos = optional(meta, "tokenizer.ggml.add_bos_token", bool)
     if add_bos is None:
         add_bos = kind == "llama" or pre in _LLAMA3_PRE
-    template = meta.get("tokenizer.chat_template")
     return make_text_spec(
         load_tokenizer(tokenizer_json, "the tokenizer in the GGUF metadata"),
         declared_eos=eos,
         pad_id=token("padding"),
         bos_id=token("bos"),
-        add_bos=bool(add_bos),
-        chat_template=template if isinstance(template, str) and template else None,
+        add_bos=add_bos,
+        chat_template=optional(meta, "tokenizer.chat_template", str) or None,
         vocab_size=rows,
     )
 
 
 def _pre_name(meta: Metadata, architecture: str, notes: list[str]) -> str:
-    pre = str(meta.get("tokenizer.ggml.pre", "default"))
+    pre = optional(meta, "tokenizer.ggml.pre", str) or "default"
     if pre == "default":
         pre = "qwen2" if architecture in ("qwen2", "qwen3") else "gpt-2"
         notes.append(f"the GGUF file does not name its pre-tokenizer: {pre} is assumed")
@@ -166,15 +165,15 @@ def _sentencepiece(meta: Metadata, tokens: list[str], types: list[int]) -> Json:
             "(tokenizer.ggml.precompiled_charsmap) is not supported",
             "convert from the Hugging Face folder of the model",
         )
-    if meta.get("tokenizer.ggml.remove_extra_whitespaces"):
+    if optional(meta, "tokenizer.ggml.remove_extra_whitespaces", bool):
         raise UnsupportedModel(
             "GGUF metadata: tokenizer.ggml.remove_extra_whitespaces must be false",
             "convert from the Hugging Face folder of the model",
         )
-    scores = meta.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) < len(tokens):
+    scores = _numbers(meta, "tokenizer.ggml.scores", float)
+    if len(scores) < len(tokens):
         raise CheckpointError("GGUF metadata: expected one tokenizer.ggml.scores per token")
-    prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = optional(meta, "tokenizer.ggml.add_space_prefix", bool) is not False
     unknown = next((tokens[i] for i, t in enumerate(types) if t == _UNKNOWN), None)
     to_space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     from_space: Json = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -239,3 +238,13 @@ def _strings(meta: Metadata, key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise CheckpointError(f"GGUF metadata: {key} is missing or not a list of strings")
     return value
+
+
+def _numbers(meta: Metadata, key: str, kind: type[T]) -> list[T]:
+    values = optional(meta, key, list) or []
+    wrong = next((v for v in values if type(v) is not kind), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"GGUF metadata: {key} must be a list of {kind.__name__}, got {shown(wrong)} in it"
+        )
+    return values

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from edge_runtime.convert.gguf_file import GgufFile
+from edge_runtime.convert.gguf_file import GgufFile, Metadata, optional, shown
 from edge_runtime.convert.gguf_tokenizer import read_text
 from edge_runtime.convert.hashing import sha256_of
 from edge_runtime.convert.source import check_finite, refuse_impossible_depth, tensor_shapes
 from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel
 from edge_runtime.format.spec import ARCHITECTURES, ModelSpec, RopeSpec
-
-Metadata = dict[str, Any]
 
 _LAYER_PARTS = {
     "attn_norm": "attn_norm",
@@ -80,7 +78,7 @@ class GgufSource:
         self.warnings += notes
         self.provenance = {
             "kind": "gguf",
-            "name": str(self._file.metadata.get("general.name", path.stem)),
+            "name": optional(self._file.metadata, "general.name", str) or path.stem,
             "file": path.name,
             "sha256": sha256_of(path),
             "path": str(path.resolve()),
@@ -179,8 +177,8 @@ def _model_spec(file: GgufFile) -> ModelSpec:
     for key in sorted(set(section) - _KNOWN_KEYS):
         if section[key]:  # a zero or false (e.g. expert_count) says that the option is off
             raise UnsupportedModel(
-                f"{file.name}: unknown metadata key {architecture}.{key} (value {section[key]!r}); "
-                "it may change how the model computes"
+                f"{file.name}: unknown metadata key {architecture}.{key} (value "
+                f"{shown(section[key])}); it may change how the model computes"
             )
     heads, hidden = _integer(section, "attention.head_count"), _integer(section, "embedding_length")
     kv_heads = _integer(section, "attention.head_count_kv", heads)
@@ -241,9 +239,10 @@ def _rope_spec(file: GgufFile, section: Metadata, head_dim: int) -> RopeSpec:
         raise UnsupportedModel(
             f"{file.name}: RoPE scaling {kind!r} is not supported, expected none, linear or yarn"
         )
-    attention = section.get("rope.scaling.attn_factor")
-    if attention is not None:  # it multiplies yarn's own 0.1·ln(factor) + 1
-        attention = float(attention) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    attention = None
+    if "rope.scaling.attn_factor" in section:  # it multiplies yarn's own 0.1·ln(factor) + 1
+        attention = _number(section, "rope.scaling.attn_factor")
+        attention *= 0.1 * math.log(max(factor, 1.0)) + 1.0
     return RopeSpec(
         kind="yarn",
         theta=theta,
@@ -274,7 +273,7 @@ def _llama3_from_factors(
             kind="llama3",
             theta=theta,
             factor=float(stored.max()),
-            original_max_position=int(section.get("rope.scaling.original_context_length", 8192)),
+            original_max_position=_integer(section, "rope.scaling.original_context_length", 8192),
             low_freq_factor=1.0,
             high_freq_factor=4.0,
         )
@@ -301,13 +300,15 @@ def _integer(section: Metadata, key: str, default: int | None = None) -> int:
     if isinstance(value, list) and value and all(v == value[0] for v in value):
         value = value[0]  # one number per layer, all alike
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"GGUF metadata: {key} must be a positive integer, got {value!r}")
+        raise CheckpointError(
+            f"GGUF metadata: {key} must be a positive integer, got {shown(value)}"
+        )
     return value
 
 
 def _number(section: Metadata, key: str, default: float | None = None) -> float:
     value = section.get(key, default)
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-    if not math.isfinite(number) or number <= 0:
-        raise CheckpointError(f"GGUF metadata: {key} must be a positive number, got {value!r}")
+    if not 0 < number <= float(np.finfo(np.float32).max):
+        raise CheckpointError(f"GGUF metadata: {key} must be a positive number, got {shown(value)}")
     return float(str(np.float32(number)))  # 1e-05 as it was written, not 9.99999975e-06

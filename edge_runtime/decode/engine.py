@@ -16,6 +16,7 @@ import psutil
 
 from edge_runtime import kernels
 from edge_runtime.cache.policy import KV8, KvPolicy, parse_policy
+from edge_runtime.decode import arguments
 from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.request import Key, Prompt, Span
@@ -97,11 +98,13 @@ class Engine:
                 f"view: expected nest, w8 or w4, got {view!r}",
                 "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
             )
+        if threads is not None:
+            threads = arguments.whole_number("threads", threads, 1)
         checkpoint = Checkpoint(Path(path))
         manifest = checkpoint.manifest
         name, why = kernels.choose_backend(backend)
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
-        policy = parse_policy(kv_policy)
+        policy = parse_policy(str(kv_policy))
         choice = choose_draft(str(draft), draft_source, view, name)
         weights = model_weights(checkpoint.plane, manifest, context)
         shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
@@ -144,8 +147,11 @@ class Engine:
         """
         if self._closed:
             raise UsageError("the engine is closed", "open it again with Engine.open")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise UsageError(f"sampling: expected a Sampling, got {arguments.shown(sampling)}")
         self.end_running()
-        parsed = Prompt(self._spans(prompt), self.model.spec.hidden_size, self.num_tokens)
+        spans, continues = self._spans(prompt)
+        parsed = Prompt(spans, self.model.spec.hidden_size, self.num_tokens)
         room = self.context - len(parsed)
         if room < 1:
             raise ContextError(
@@ -153,18 +159,20 @@ class Engine:
                 "and at least 1 must be left for the answer",
                 f"shorten the prompt, or allocate more: --ctx up to {self.model.spec.max_position}",
             )
-        wanted = room if max_new_tokens is None else max_new_tokens
-        if wanted < 1:
-            raise UsageError(f"max_new_tokens: expected at least 1, got {wanted}")
+        wanted = room
+        if max_new_tokens is not None:
+            wanted = arguments.whole_number("max_new_tokens", max_new_tokens, 1)
         if allowed_ids is not None:
-            self._check_allowed(allowed_ids)
+            allowed_ids = arguments.token_ids("allowed_ids", allowed_ids, self.num_tokens)
+        if deadline_s is not None:
+            deadline_s = arguments.seconds("deadline_s", deadline_s)
         self._running = Generation(
             self,
             parsed,
             max_new_tokens=min(wanted, room),
             sampling=sampling or Sampling(),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            continues=not _is_chat(prompt),
+            stop=arguments.texts("stop", stop),
+            continues=continues,
             ignore_eos=ignore_eos,
             allowed_ids=allowed_ids,
             deadline_s=deadline_s,
@@ -244,30 +252,16 @@ class Engine:
         """Ids that exist: padding rows of the vocabulary are cut off."""
         return min(self.text.num_tokens, self.model.spec.vocab_size)
 
-    def _spans(self, prompt: PromptLike) -> list[Span]:
+    def _spans(self, prompt: PromptLike) -> tuple[list[Span], bool]:
+        """Return the spans of a prompt, and whether the answer continues its text."""
         if isinstance(prompt, str):
-            return [self.encode_text(prompt)]
-        items = list(prompt)
-        if items and all(isinstance(i, Mapping) for i in items):
-            return [self.encode_chat(cast(Messages, items))]
-        if all(isinstance(i, (int, np.integer)) for i in items):
-            return [[int(cast(int, i)) for i in items]]
-        if all(isinstance(i, (np.ndarray, list, tuple)) for i in items):
-            return cast("list[Span]", items)
-        raise UsageError(
-            "prompt: expected text, messages, token ids, or spans of ids and embedding rows"
-        )
-
-    def _check_allowed(self, allowed_ids: Sequence[int]) -> None:
-        if len(allowed_ids) == 0:
-            raise UsageError("allowed_ids: expected at least one id, got none")
-        for i in allowed_ids:
-            if not 0 <= i < self.num_tokens:
-                raise UsageError(f"allowed_ids: expected 0…{self.num_tokens - 1}, got {i}")
-
-
-def _is_chat(prompt: PromptLike) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            return [self.encode_text(prompt)], True
+        items = arguments.prompt_items(prompt)
+        if items and isinstance(items[0], Mapping):
+            return [self.encode_chat(items)], False
+        if items and isinstance(items[0], (np.ndarray, list, tuple)):
+            return items, True
+        return [items], True
 
 
 def fit_context(

@@ -14,12 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.decode.arguments import is_id, shown
 from edge_runtime.errors import UsageError
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "deadline"]
 Span = Sequence[int] | npt.NDArray[np.float32]
 Key = int | bytes  # what stands at a position: a token id, or the hash of an embedding row
 ROW = -1  # an embedding row in a list of ids
+MAX_ROW_VALUE = 2.0**48  # in an embedding row: rotated and squared, its sums stay finite in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,10 @@ class Prompt:
                 self._add_rows(span, hidden_size, number)
                 continue
             for token in span:
-                if not 0 <= int(token) < vocab_size:
+                if not is_id(token, vocab_size):
                     raise UsageError(
-                        f"span {number}: expected token ids in 0…{vocab_size - 1}, got {token}"
+                        f"span {number}: expected token ids in 0…{vocab_size - 1}, got "
+                        + shown(token)
                     )
                 self.ids.append(int(token))
                 self.keys.append(int(token))
@@ -102,12 +105,15 @@ class Prompt:
             raise UsageError("the prompt is empty", "give at least one token of text")
 
     def _add_rows(self, rows: npt.NDArray[np.float32], hidden_size: int, number: int) -> None:
-        if rows.ndim != 2 or rows.shape[1] != hidden_size:
+        if rows.ndim != 2 or rows.shape[1] != hidden_size or rows.dtype.kind not in "fiu":
             raise UsageError(
-                f"span {number}: expected embedding rows [n, {hidden_size}], got {list(rows.shape)}"
+                f"span {number}: expected embedding rows [n, {hidden_size}] of numbers, got "
+                f"{list(rows.shape)} {rows.dtype}"
             )
-        if not np.isfinite(rows).all():
-            raise UsageError(f"span {number}: embedding rows hold NaN or infinity")
+        if not (np.abs(rows) <= MAX_ROW_VALUE).all():
+            raise UsageError(
+                f"span {number}: embedding rows hold NaN, infinity or a number beyond ±2^48"
+            )
         for row in np.ascontiguousarray(rows, dtype=np.float32):
             self._rows[len(self.ids)] = row
             self.ids.append(ROW)

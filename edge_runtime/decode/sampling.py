@@ -11,11 +11,12 @@ are fixed fp64 sequences, so that every backend repeats them to the bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.decode.arguments import is_number, is_whole, shown
 from edge_runtime.errors import UsageError
 
 F64 = npt.NDArray[np.float64]
@@ -41,6 +42,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse impossible values. Raises UsageError."""
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.name in ("top_k", "seed")
+            if not (is_whole(value) if whole else is_number(value)):
+                kind = "a whole number" if whole else "a number"
+                raise UsageError(f"{field.name}: expected {kind}, got {shown(value)}")
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "a number >= 0"),
             ("top_k", self.top_k >= 0, "a whole number >= 0"),

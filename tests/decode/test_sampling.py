@@ -202,6 +202,11 @@ def test_penalties() -> None:
         {"presence_penalty": math.nan},
         {"seed": -1},
         {"seed": 2**64},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_p": True},
+        {"top_k": 1.5},
+        {"seed": 0.0},
     ],
 )
 def test_impossible_values(wrong: dict[str, float]) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: every error a user causes, or the world around the program causes, is a `BitnestError`
 with one line that says what, expected and got, an optional hint, an exit code (for the command
-line) and an HTTP status (for a server). Anything else that escapes is a bug in this program.
+line) and an HTTP status (for a server). Anything else that escapes is a bug in this program; only
+the command line turns it into an `InternalError`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ class BitnestError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class InternalError(BitnestError):
+    """A bug in this program, as one line for its user."""
+
+    exit_code = 1
+    http_status = 500
 
 
 class UsageError(BitnestError):

@@ -2,8 +2,8 @@
 
 Invariant: a user's mistake never shows a traceback. A `BitnestError` becomes `error: …`, a blank
 line, `hint: …` on stderr and the error's exit code: 2 usage, 3 does not fit, 4 backend or hardware
-missing, 5 bad file, 130 interrupted. A reader that closes stdout early (`| head -1`) is no error.
-`BITNEST_DEBUG=1` adds the traceback.
+missing, 5 bad file, 130 interrupted. A bug is told the same way, with exit code 1. A reader that
+closes stdout early (`| head -1`) is no error. `BITNEST_DEBUG=1` adds the traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import click
 
 from edge_runtime import __version__, log
-from edge_runtime.errors import BitnestError, BudgetError
+from edge_runtime.errors import BitnestError, BudgetError, InternalError
 
 PROGRAM = "bitnest-edge"
 
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 ok, 2 usage, 3 does not fit, 4 backend or hardware missing, "
-    "5 bad checkpoint or file, 130 interrupted.",
+    "5 bad checkpoint or file, 130 interrupted; 1 a bug in this program.",
 )
 @click.version_option(__version__, prog_name=PROGRAM)
 @click.option("-q", "--quiet", is_flag=True, help="Only errors on stderr.")
@@ -84,7 +84,7 @@ def _report(error: BitnestError) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code; only a bug raises."""
+    """Run one command line and return its exit code; only BrokenPipeError is raised."""
     try:
         with app.make_context(PROGRAM, list(args)) as ctx:
             app.invoke(ctx)
@@ -106,7 +106,20 @@ def _run(args: Sequence[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _report(BudgetError(f"{where}{error.strerror or error}"))
+    except Exception as error:
+        return _report(_internal(error))
     return 0
+
+
+def _internal(error: Exception) -> InternalError:
+    """Tell a bug; its traceback comes with it where tracebacks are asked for."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    bug = InternalError(
+        f"a bug in {PROGRAM}: {text}",
+        "run it again with BITNEST_DEBUG=1 and report the traceback",
+    )
+    bug.__cause__ = error
+    return bug
 
 
 def _reader_is_gone() -> bool:
@@ -125,10 +138,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        # Python flushes stdout once more on its way out: let that go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except BrokenPipeError as error:
+        if _reader_is_gone():
+            # Python flushes stdout once more on its way out: let that go nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        else:
+            code = _report(_internal(error))
     sys.exit(code)

@@ -86,9 +86,22 @@ def test_debug_adds_the_traceback(monkeypatch, capsys) -> None:
     assert err.endswith("error: torn file\n")
 
 
-def test_a_bug_is_not_hidden(monkeypatch, capsys) -> None:
-    with pytest.raises(ZeroDivisionError):
-        outcome(monkeypatch, capsys, ZeroDivisionError())
+def test_a_bug_is_one_line_and_1(monkeypatch, capsys) -> None:
+    code, out, err = outcome(monkeypatch, capsys, ZeroDivisionError("division\nby zero"))
+    assert (code, out) == (1, "")
+    error, blank, hint = err.splitlines()
+    assert error == r"error: a bug in bitnest-edge: ZeroDivisionError: division\nby zero"
+    assert (blank, "BITNEST_DEBUG=1" in hint) == ("", True)
+    assert outcome(monkeypatch, capsys, KeyError())[2].splitlines()[0].endswith(": KeyError")
+
+
+def test_a_bug_shows_where_it_is_on_request(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("BITNEST_DEBUG", "1")
+    code, _, err = outcome(monkeypatch, capsys, ZeroDivisionError("by zero"))
+    assert code == 1
+    assert "Traceback" in err
+    assert "raise error" in err
+    assert "ZeroDivisionError: by zero" in err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
@@ -140,6 +153,7 @@ def test_another_broken_pipe_is_a_bug() -> None:
     done = run("raise BrokenPipeError('a socket')")
     assert done.returncode == 1
     assert "BrokenPipeError: a socket" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_in_a_process() -> None:

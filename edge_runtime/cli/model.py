@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edge_runtime.convert.source import Source
     from edge_runtime.decode.engine import Engine
     from edge_runtime.format.manifest import Manifest
+    from edge_runtime.format.reader import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,19 @@ def run_options(command: F) -> F:
 
 def open_model(name: str | None, options: EngineOptions) -> Engine:
     """Resolve a model, open it and say what was chosen."""
-    path = checkpoint_path(name)
-    engine = _open_original(path, options) if options.view == "fp" else _open(path, options)
+    from edge_runtime.format.reader import Checkpoint
+
+    return open_checkpoint(Checkpoint(checkpoint_path(name)), options)
+
+
+def open_checkpoint(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
+    """Open an engine on a checkpoint and say what was chosen."""
+    open_ = _open_original if options.view == "fp" else _open
+    engine = open_(checkpoint, options)
     d = engine.draft
     log.info(
         "%s · backend %s · view %s · %s · KV %s · context %d",
-        path.name,
+        checkpoint.path.name,
         engine.backend_name,
         engine.view,
         f"draft {d.gamma} {d.source}" if d.gamma else "no drafting",
@@ -203,11 +211,11 @@ def _only_one(lock: Path) -> Iterator[None]:
         yield
 
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+def _open(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     from edge_runtime.decode.engine import Engine
 
     return Engine.open(
-        path,
+        checkpoint,
         backend=options.backend,
         view=options.view,
         draft=options.draft,
@@ -220,7 +228,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     )
 
 
-def _open_original(path: Path, options: EngineOptions) -> Engine:
+def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Open the model a checkpoint was made from, unquantised, with the checkpoint's text."""
     from edge_runtime.cli.convert import require_torch
 
@@ -231,10 +239,8 @@ def _open_original(path: Path, options: EngineOptions) -> Engine:
     from edge_runtime.convert.source import open_source
     from edge_runtime.decode.draft import choose_draft
     from edge_runtime.decode.engine import Engine, fit_context
-    from edge_runtime.format.reader import Checkpoint
     from edge_runtime.text.tokenizer import Tokenizer
 
-    checkpoint = Checkpoint(path)
     manifest = checkpoint.manifest
     context = fit_context(
         manifest.spec, options.ctx, "reference", options.budget, options.reserve or 0, view="fp"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_model
+from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint
 from edge_runtime.cli.options import (
     backend_option,
     ctx_option,
@@ -102,16 +102,19 @@ def command(
     --json to stderr. Exit code 5 names the first difference.
     """
 
+    from edge_runtime.format.reader import Checkpoint
     from edge_runtime.selftest import FULL, QUICK
 
     started = time.perf_counter()
     asked = read_prompts(prompts) if prompts is not None else built_in_prompts()
-    path = checkpoint_path(model)
-    planes = verify(path)
+    checkpoint = Checkpoint(checkpoint_path(model))
+    manifest = checkpoint.manifest
+    log.info("Checking %d planes of %s.", len(manifest.planes), checkpoint.path)
+    checkpoint.verify()
     if ctx == "auto":
-        ctx = default_context(path)
+        ctx = min(DEFAULT_CONTEXT, manifest.spec.max_position)
     options = EngineOptions(backend=backend, ctx=ctx, threads=threads)
-    with open_model(str(path), options) as engine:
+    with open_checkpoint(checkpoint, options) as engine:
         document = examine(
             engine,
             asked[:limit],
@@ -119,7 +122,7 @@ def command(
             new_tokens or (QUICK_TOKENS if quick else FULL_TOKENS),
             shorten=prompts is None,
         )
-    document["planes_verified"] = planes
+    document["planes_verified"] = len(manifest.planes)
     document["seconds"] = round(time.perf_counter() - started, 3)
     for line in report(document):
         click.echo(line, err=as_json)
@@ -164,24 +167,6 @@ def raise_first(document: dict[str, Any]) -> None:
             f"{first['expected']}, got {first['got']}",
             "please report it with this output and that of: bitnest-edge doctor",
         )
-
-
-def default_context(path: Path) -> int:
-    """Return the context to allocate: no more than the model was made for."""
-    from edge_runtime.format.reader import Checkpoint
-
-    return min(DEFAULT_CONTEXT, Checkpoint(path).manifest.spec.max_position)
-
-
-def verify(path: Path) -> int:
-    """Check every hash of a checkpoint; return the number of planes."""
-    from edge_runtime.format.reader import Checkpoint
-
-    checkpoint = Checkpoint(path)
-    log.info("Checking %d planes of %s.", len(checkpoint.manifest.planes), path)
-    checkpoint.verify()
-    checkpoint.close()
-    return len(checkpoint.manifest.planes)
 
 
 def built_in_prompts() -> list[Any]:

@@ -75,7 +75,7 @@ class Engine:
     @classmethod
     def open(
         cls,
-        path: str | Path,
+        path: str | Path | Checkpoint,
         *,
         backend: str = "auto",
         view: str = "nest",
@@ -87,7 +87,7 @@ class Engine:
         reserve_bytes: int = 0,
         threads: int | None = None,
     ) -> Engine:
-        """Open a converted model.
+        """Open a converted model, by its folder or already opened.
 
         view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick of the
         contract) or w4. draft: auto, off or 0…7. Raises CheckpointError, BackendUnavailable,
@@ -100,7 +100,7 @@ class Engine:
             )
         if threads is not None:
             threads = arguments.whole_number("threads", threads, 1)
-        checkpoint = Checkpoint(Path(path))
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(Path(path))
         manifest = checkpoint.manifest
         name, why = kernels.choose_backend(backend)
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)

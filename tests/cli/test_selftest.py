@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -47,6 +48,22 @@ def test_the_document(call, tiny_checkpoint: Path) -> None:
     code, out, _ = call("selftest", tiny_checkpoint, "-n", 2, "--limit", 1)
     assert code == 0
     assert out.splitlines()[-1].startswith("exact:")
+
+
+def test_every_plane_is_hashed_once(call, tiny_checkpoint: Path, monkeypatch) -> None:
+    hashed: list[int] = []
+    sha256 = hashlib.sha256
+
+    def counting(data: bytes) -> object:
+        hashed.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr("edge_runtime.format.reader.hashlib.sha256", counting)
+    code, out, _ = call("selftest", tiny_checkpoint, "-n", 1, "--limit", 1, "--json")
+    assert code == 0
+    tokenizer = (tiny_checkpoint / "tokenizer.json").stat().st_size
+    planes = [size for size in hashed if size != tokenizer]
+    assert len(planes) == json.loads(out)["planes_verified"] == 39
 
 
 def test_a_wrong_acceptance_is_caught(call, tiny_checkpoint: Path, monkeypatch) -> None:

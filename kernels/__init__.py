@@ -13,6 +13,7 @@ from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
+CPU_RUNTIME_BYTES = 120 << 20  # interpreter, tokenizer, activations of a chunk of a prompt
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -28,9 +29,18 @@ def backend_status() -> list[tuple[str, bool, str]]:
             if has_torch
             else "torch is not installed",
         ),
-        ("cpu", False, "this version has no native CPU kernels yet"),
+        ("cpu", *_cpu_status()),
         ("cuda", False, "this version has no CUDA kernels yet"),
     ]
+
+
+def _cpu_status() -> tuple[bool, str]:
+    from edge_runtime.kernels.cpu import library
+
+    try:
+        return True, f"native kernels, instruction set {library.choose_isa()}"
+    except (BackendUnavailable, UsageError) as error:
+        return False, str(error)
 
 
 def choose_backend(name: str) -> tuple[str, str]:
@@ -53,6 +63,8 @@ def choose_backend(name: str) -> tuple[str, str]:
 
 def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
     """Upper estimate of what a backend holds besides the KV cache."""
+    if backend == "cpu":  # both planes, group multipliers, row scales
+        return num_weights + num_weights // 16 + num_embedding + CPU_RUNTIME_BYTES
     assert backend == "reference", backend
     views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
     wide = num_embedding * 8  # the largest linear once in fp64, for prompts
@@ -69,6 +81,12 @@ def open_backend(
     name: str, weights: ModelWeights, geometry: Geometry, threads: int | None = None
 ) -> Backend:
     """Make a backend that `choose_backend` has approved; threads None keeps the default."""
+    if name == "cpu":
+        from edge_runtime.kernels.cpu import library
+        from edge_runtime.kernels.cpu.backend import CpuBackend
+        from edge_runtime.kernels.cpu.threads import usable_cores
+
+        return CpuBackend(weights, geometry, threads or usable_cores(), library.choose_isa())
     assert name == "reference", name
     from edge_runtime.kernels.reference.ops import ReferenceBackend
 

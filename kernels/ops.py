@@ -34,12 +34,14 @@ independent of order, of M and of chunking on every backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from edge_runtime.kernels.sampling import Parameters
 
 View = Literal["w8", "w4", "fp"]
 F32 = npt.NDArray[np.float32]
@@ -153,15 +155,19 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """All a backend needs: nested linears, int8 embedding [V, H] with fp32 row scales [V],
-    per-layer head norms (fp32 [D], qwen3 only) and rope tables fp32 [T, D/2]."""
+    """All a backend needs: nested linears in the order of use, int8 embedding [V, H] with fp32 row
+    scales [V], per-layer head norms (fp32 [D], qwen3 only) and rope tables fp32 [T, D/2].
 
-    linears: dict[str, LinearWeights]
+    A linear may be read from a mapped file each time it is asked for; `release` gives the pages
+    of that file back, and they are read again when they are used again."""
+
+    linears: Mapping[str, LinearWeights]
     embedding: npt.NDArray[np.int8]
     embedding_scale: F32
     cos: F32
     sin: F32
     head_norms: dict[str, F32] = field(default_factory=dict)
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +188,19 @@ class Logits(Protocol):
 
     def argmax(self, allowed: Sequence[int] | I64 | None = None) -> list[int]:
         """Return the winning id per row, among `allowed` if given. NaN raises NumericError."""
+        ...
+
+    def sample(
+        self,
+        row: int,
+        position: int,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        parameters: Parameters,
+        allowed: I64 | None = None,
+    ) -> int:
+        """Choose the token at absolute `position` from a row (`kernels/sampling.py`); `allowed`:
+        rising ids. NaN raises NumericError."""
         ...
 
     def numpy(self) -> F32:

@@ -30,6 +30,8 @@ class KvPolicy:
 
     def full_from(self, positions: I64) -> I64:
         """Return, per row, the first token read with both planes."""
+        if self.recent is None:
+            return np.zeros(len(positions), np.int64)
         return np.array([layout.full_from(int(p), self.recent) for p in positions], dtype=np.int64)
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "convert": "Turn a model into a nested checkpoint.",
     "chat": "Talk to a model.",
     "generate": "Complete one prompt.",
+    "bench": "Measure speed against what this machine's memory allows.",
     "selftest": "Prove exactness on this model and this machine.",
     "doctor": "Say what was found, what was not, and why.",
 }

@@ -79,7 +79,7 @@ def open_checkpoint(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         checkpoint.path.name,
         engine.backend_name,
         engine.view,
-        f"draft {d.gamma} {d.source}" if d.gamma else "no drafting",
+        d,
         engine.policy,
         engine.context,
     )

@@ -6,6 +6,7 @@ writes cache slots past the committed length, all of which verification overwrit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -18,9 +19,6 @@ from edge_runtime.model.runner import Model
 
 SourceName = Literal["base", "ngram", "both"]
 NGRAM_SIZES = (4, 3, 2)  # the longest match is tried first
-# Draft lengths of `auto`: the paper's best for the base (BitNest 5.1); a look-up of 4 is accepted
-# often enough to pay for its rows, one of 7 is not (tools/LOG.md).
-USUAL_GAMMA: dict[SourceName, int] = {"base": 4, "ngram": 4, "both": MAX_GAMMA}
 
 
 class DraftSource(Protocol):
@@ -33,22 +31,29 @@ class DraftSource(Protocol):
 
 Pick = Callable[[Logits, int, list[int]], int]
 """(logits of one row, position of the token, tokens drafted before it) -> id."""
+OnStep = Callable[[float], None]
+"""Told the seconds of every draft step."""
 
 
 class BaseDraft:
     """Decode with the base plane, one token a pass, reading the cache as the policy says."""
 
-    def __init__(self, model: Model, cache: Cache, policy: KvPolicy, pick: Pick) -> None:
+    def __init__(
+        self, model: Model, cache: Cache, policy: KvPolicy, pick: Pick, on_step: OnStep
+    ) -> None:
         self._model, self._cache, self._policy, self._pick = model, cache, policy, pick
+        self._on_step = on_step
 
     def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
         """Return `gamma` ids."""
         drafted: list[int] = []
         last = tokens[-1]
         for i in range(gamma):
+            started = time.perf_counter()
             logits = self._model.forward("w4", [last], start + i, self._cache, policy=self._policy)
             last = self._pick(logits, start + i + 1, drafted)
             drafted.append(last)
+            self._on_step(time.perf_counter() - started)
         return drafted
 
 
@@ -102,11 +107,22 @@ class BothDraft:
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """How many tokens are drafted a cycle (0: none), from where, and why."""
+    """How many tokens are drafted a cycle (0: none), from where, and why.
+
+    governed: `gamma` is the most there may be; a governor chooses in each cycle.
+    """
 
     gamma: int
     source: SourceName
     why: str
+    governed: bool = False
+
+    def __str__(self) -> str:
+        """Return it for a line about what runs."""
+        if self.gamma == 0:
+            return "no drafting"
+        sources = "base + look-up" if self.source == "both" else self.source
+        return f"draft {f'up to {self.gamma}' if self.governed else self.gamma} {sources}"
 
 
 def parse_gamma(text: str) -> int | None:
@@ -132,10 +148,8 @@ def choose_draft(gamma: str, source: str, view: str, backend: str) -> DraftChoic
     if wanted is not None:
         chosen: SourceName = "base" if source == "auto" else source  # type: ignore[assignment]
         return DraftChoice(wanted, chosen, "as asked")
-    if source == "auto":
-        if backend == "reference":
-            why = "on this backend a base step costs as much as a target step; look-up is free"
-            return DraftChoice(USUAL_GAMMA["ngram"], "ngram", why)
-        return DraftChoice(USUAL_GAMMA["base"], "base", "the paper's best draft length")
-    named: SourceName = source  # type: ignore[assignment]
-    return DraftChoice(USUAL_GAMMA[named], named, "the usual length for this source")
+    if source == "auto" and backend == "reference":
+        why = "on this backend a base step costs as much as a target step; look-up is free"
+        return DraftChoice(MAX_GAMMA, "ngram", why, governed=True)
+    sources: SourceName = "both" if source == "auto" else source  # type: ignore[assignment]
+    return DraftChoice(MAX_GAMMA, sources, "chosen in each cycle as measured", governed=True)

@@ -19,6 +19,7 @@ from edge_runtime.cache.policy import KV8, KvPolicy, parse_policy
 from edge_runtime.decode import arguments
 from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
+from edge_runtime.decode.governor import Governor, StepTimes
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import BudgetError, ContextError, UsageError
@@ -35,6 +36,8 @@ from edge_runtime.text.tokenizer import Tokenizer
 
 Views = Literal["nest", "w8", "w4", "fp"]
 Messages = Sequence[Mapping[str, Any]]
+DRAFT_SHARE = {"reference": 1.0}  # of a target step's time that a draft takes, until measured
+USUAL_SHARE = 0.55
 PromptLike = str | Messages | Sequence[int] | Sequence[Span]
 
 
@@ -53,12 +56,18 @@ class Engine:
         policy: KvPolicy = KV8,
         backend_why: str = "",
         chunk: int = DEFAULT_CHUNK,
+        group_size: int = 0,
     ) -> None:
         """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`."""
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
         self.backend_name, self.backend_why = model.backend.name, backend_why
-        self.chunk = chunk
+        self.chunk, self.group_size = chunk, group_size
+        self.governor = Governor(
+            StepTimes(DRAFT_SHARE.get(self.backend_name, USUAL_SHARE)),
+            use_base=draft.source != "ngram",
+            use_ngram=draft.source != "base",
+        )
         self.eos_ids = frozenset(text.eos_ids)
         self.target_view: View = "w8" if view == "nest" else view
         self.cache = model.backend.new_cache(context)
@@ -106,7 +115,7 @@ class Engine:
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
         policy = parse_policy(str(kv_policy))
         choice = choose_draft(str(draft), draft_source, view, name)
-        weights = model_weights(checkpoint.plane, manifest, context)
+        weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
         shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
         model = Model(
             manifest.spec,
@@ -123,6 +132,7 @@ class Engine:
             draft=choice,
             policy=policy,
             backend_why=why,
+            group_size=manifest.group_size,
         )
 
     def generate(

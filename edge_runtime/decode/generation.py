@@ -25,8 +25,9 @@ from edge_runtime.decode.draft import (
     DraftSource,
     NgramDraft,
 )
+from edge_runtime.decode.governor import GovernedDraft
 from edge_runtime.decode.request import DraftStats, FinishReason, Prompt, Result, Token
-from edge_runtime.decode.sampling import Sampling, choose
+from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
 from edge_runtime.kernels.layout import MAX_GAMMA
 from edge_runtime.kernels.ops import Logits
@@ -120,20 +121,28 @@ class Generation:
         """Choose from one row of logits."""
         if self._sampling.plain_greedy:
             return logits.argmax(self._allowed)[0]
-        return self._choose(logits.numpy()[0], position, drafted)
+        return self._sample(logits, 0, position, drafted)
 
-    def _choose(self, row: npt.NDArray[np.float32], position: int, drafted: list[int]) -> int:
+    def _sample(self, logits: Logits, row: int, position: int, drafted: list[int]) -> int:
         answer = [*self._answer, *drafted]
-        return choose(row, position, self._prompt.ids, answer, self._sampling, self._allowed)
+        return logits.sample(row, position, self._prompt.ids, answer, self._sampling, self._allowed)
 
     def _own_source(self, choice: DraftChoice) -> DraftSource | None:
         if choice.gamma == 0:
             return None
         engine = self._engine
         ngram = NgramDraft()
+        base = BaseDraft(
+            engine.model,
+            engine.cache,
+            engine.policy,
+            self._pick,
+            lambda seconds: engine.governor.times.add("w4", 1, seconds),
+        )
+        if choice.governed:
+            return GovernedDraft(engine.governor, base, ngram)
         if choice.source == "ngram":
             return ngram
-        base = BaseDraft(engine.model, engine.cache, engine.policy, self._pick)
         return base if choice.source == "base" else BothDraft(base, ngram)
 
     # the run
@@ -207,10 +216,15 @@ class Generation:
                     break  # a caller's own source may guess anything
                 draft.append(token)
         rows = [self._answer[-1], *draft]
+        started = time.perf_counter()
         logits = engine.model.forward(
             engine.target_view, rows, start, engine.cache, num_logits=len(rows)
         )
         chosen = self._accept(logits, start, draft)
+        engine.governor.times.add("w8", len(rows), time.perf_counter() - started)
+        if isinstance(self._source, GovernedDraft):
+            self._source.judged(len(chosen) - 1)
+            self.result.draft_why = engine.governor.why
         engine.filled(rows[: len(chosen)])
         self._stats.cycles += 1
         self._stats.drafted += len(draft)
@@ -220,14 +234,12 @@ class Generation:
     def _accept(self, logits: Logits, start: int, draft: list[int]) -> list[int]:
         """Return the target's tokens: the agreeing prefix of the draft and one more."""
         greedy = logits.argmax(self._allowed) if self._sampling.plain_greedy else None
-        scores = None if greedy is not None else logits.numpy()
         chosen: list[int] = []
         for i in range(len(draft) + 1):
             if greedy is not None:
                 token = greedy[i]
             else:
-                assert scores is not None
-                token = self._choose(scores[i], start + i + 1, chosen)
+                token = self._sample(logits, i, start + i + 1, chosen)
             chosen.append(token)
             if i == len(draft) or token != draft[i]:
                 break

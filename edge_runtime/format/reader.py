@@ -73,6 +73,11 @@ class Checkpoint:
             self.plane(name)
         self.tokenizer_json()
 
+    def release(self) -> None:
+        """Give the pages of the mapped files back; what is used again is read again."""
+        for file in self._files.values():
+            file.release()
+
     def close(self) -> None:
         """Forget the mapped files; arrays handed out keep their pages."""
         self._files.clear()
@@ -105,6 +110,9 @@ class _PlaneFile:
         if not isinstance(self._header, dict):
             raise CheckpointError(f"{path}: its header is not a JSON object", RECONVERT)
         self._start = 8 + header_bytes
+
+    def release(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def get(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
         entry = self._header.get(name)

@@ -6,7 +6,7 @@ Invariant: planes stay on the mapped file until a backend repacks them; nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,23 +36,42 @@ def linear_weights(
     )
 
 
-def model_weights(get: GetPlane, manifest: Manifest, context: int) -> ModelWeights:
+class MappedLinears(Mapping[str, LinearWeights]):
+    """The linears of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, get: GetPlane, manifest: Manifest) -> None:
+        self._get, self._manifest = get, manifest
+        self._shapes = linear_shapes(manifest.spec)
+
+    def __getitem__(self, name: str) -> LinearWeights:
+        """Read one."""
+        bias = f"{name}.bias" in self._manifest.planes
+        num_inputs = self._shapes[name][1]
+        return linear_weights(self._get, name, num_inputs, self._manifest.group_size, bias=bias)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in the order of use."""
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._shapes)
+
+
+def model_weights(
+    get: GetPlane, manifest: Manifest, context: int, release: Callable[[], None] = lambda: None
+) -> ModelWeights:
     """Collect all weights; rope tables are made for `context` positions."""
     spec = manifest.spec
     cos, sin = rope_tables(spec, context)
-    linears = {
-        name: linear_weights(
-            get, name, shape[1], manifest.group_size, bias=f"{name}.bias" in manifest.planes
-        )
-        for name, shape in linear_shapes(spec).items()
-    }
     return ModelWeights(
-        linears=linears,
+        linears=MappedLinears(get, manifest),
         embedding=get("embed.codes"),
         embedding_scale=get("embed.scale"),
         cos=cos,
         sin=sin,
         head_norms={n: get(n) for n in head_norm_names(spec)},
+        release=release,
     )
 
 

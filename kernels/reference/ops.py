@@ -20,6 +20,7 @@ from edge_runtime.kernels.layout import KV_BLOCK, padded
 from edge_runtime.kernels.reference import numeric
 from edge_runtime.kernels.reference.cache import NestedCache
 from edge_runtime.kernels.reference.linear import ExactLinear
+from edge_runtime.kernels.sampling import Parameters, choose
 
 Activation = tuple[Tensor, Tensor]  # codes fp32 [M, Kp], scale fp32 [M]
 
@@ -45,6 +46,19 @@ class TorchLogits:
             return [int(i) for i in logits.numpy().argmax(-1)]  # numpy: first maximum
         ids = np.unique(np.asarray(allowed, dtype=np.int64))
         return [int(ids[i]) for i in logits.numpy()[:, ids].argmax(-1)]
+
+    def sample(
+        self,
+        row: int,
+        position: int,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        parameters: Parameters,
+        allowed: ops.I64 | None = None,
+    ) -> int:
+        """Choose a token from one row."""
+        logits = self._checked()[row].numpy()
+        return choose(logits, position, prompt, answer, parameters, allowed)
 
     def numpy(self) -> ops.F32:
         """Return the logits as a numpy array."""

@@ -126,7 +126,7 @@ def test_a_slash_alone_does_not_make_a_command(engine: Engine, capsys) -> None:
 def test_stats_say_what_was_chosen_and_why(engine: Engine, capsys) -> None:
     chat(engine, "hello", "/stats")
     err = capsys.readouterr().err
-    for why in (engine.draft.why, f"backend  reference: {engine.backend_why}"):
+    for why in (engine.governor.why, f"backend  {engine.backend_name}: {engine.backend_why}"):
         assert why in err
 
 

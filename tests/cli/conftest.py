@@ -22,7 +22,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
             cli.main([str(a) for a in args])
         out, err = capsys.readouterr()
         assert "Traceback" not in err
-        assert "\x1b" not in out + err
+        assert "\x1b" not in err  # on stdout a random model may say anything
         return exit_.value.code, out, err
 
     return call

@@ -44,9 +44,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
-@pytest.fixture(scope="session")
-def engines(checkpoints: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """Fresh engines (cache, policy, draft) over one loaded model each."""
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def engines(
+    request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
+) -> Iterator[Callable[..., Engine]]:
+    """Fresh engines (cache, policy, draft) over one loaded model each, on every backend."""
     opened: dict[str, Engine] = {}
 
     def get(
@@ -54,7 +56,7 @@ def engines(checkpoints: Callable[[str], Path]) -> Iterator[Callable[..., Engine
         context: int = CONTEXT, chunk: int = 256, eos: Sequence[int] | None = None,
     ) -> Engine:  # fmt: skip
         if name not in opened:
-            opened[name] = Engine.open(checkpoints(name), backend="reference", ctx=CONTEXT)
+            opened[name] = Engine.open(checkpoints(name), backend=request.param, ctx=CONTEXT)
         first = opened[name]
         text = first.text if eos is None else replace_eos(first, eos)
         return Engine(

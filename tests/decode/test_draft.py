@@ -87,11 +87,11 @@ def test_both_without_a_match_is_the_base() -> None:
 @pytest.mark.parametrize(
     ("gamma", "source", "view", "backend", "want"),
     [
-        ("auto", "auto", "nest", "reference", (4, "ngram")),
-        ("auto", "auto", "nest", "cpu", (4, "base")),
-        ("auto", "base", "nest", "reference", (4, "base")),
+        ("auto", "auto", "nest", "reference", (7, "ngram")),
+        ("auto", "auto", "nest", "cpu", (7, "both")),
+        ("auto", "base", "nest", "reference", (7, "base")),
         ("auto", "both", "nest", "cpu", (7, "both")),
-        ("auto", "ngram", "nest", "cpu", (4, "ngram")),
+        ("auto", "ngram", "nest", "cpu", (7, "ngram")),
         ("3", "auto", "nest", "reference", (3, "base")),
         ("7", "both", "nest", "reference", (7, "both")),
         ("0", "ngram", "nest", "cpu", (0, "base")),
@@ -106,6 +106,7 @@ def test_choice(gamma: str, source: str, view: str, backend: str, want: tuple[in
     choice = choose_draft(gamma, source, view, backend)
     assert (choice.gamma, choice.source) == want
     assert choice.why
+    assert choice.governed == (gamma == "auto" and view == "nest")
 
 
 @pytest.mark.parametrize(

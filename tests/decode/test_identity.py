@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.request import Result
-from edge_runtime.decode.sampling import Sampling, choose
+from edge_runtime.decode.sampling import Sampling
 from edge_runtime.kernels.layout import full_from
 from edge_runtime.kernels.ops import Linear
+from edge_runtime.kernels.sampling import choose
 
 Engines = Callable[..., Engine]
 MODELS = ("llama", "qwen2", "qwen3", "llama-r3")

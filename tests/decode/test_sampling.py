@@ -11,8 +11,9 @@ import pytest
 import scalar_ops
 from hypothesis import strategies as st
 
-from edge_runtime.decode.sampling import Sampling, choose, exp, gumbel, log, philox
+from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
+from edge_runtime.kernels.sampling import choose, exp, gumbel, log, philox
 
 F = np.float32
 ONES = 0xFFFFFFFF

@@ -1,0 +1,247 @@
+"""How fast a model runs here, against what this machine's memory allows.
+
+Invariant: the ceiling comes first: read bandwidth measured in the same run, by the same threads,
+and the bytes that a token must read. Every figure is a median with its range; what is compared is
+measured in turns, since other work on the machine comes and goes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from edge_runtime.cache.policy import KV8
+from edge_runtime.decode.draft import DraftChoice
+from edge_runtime.decode.engine import Engine
+from edge_runtime.kernels import ops
+from edge_runtime.kernels.layout import padded
+from edge_runtime.model.transformer import linear_shapes
+
+READ_BYTES = 256 << 20  # more than any last-level cache this runs on
+ROWS = (1, 2, 3, 4, 5, 8)
+MODES = ("w8", "w4", "nest")
+
+
+@runtime_checkable
+class ReadsMemory(Protocol):
+    """A backend that can say how fast its threads read memory."""
+
+    def read_seconds(self, data: np.ndarray[Any, Any]) -> float:
+        """Return the seconds that one pass over `data` takes."""
+        ...
+
+
+@dataclass(slots=True)
+class Sample:
+    """Repeated measurements of one thing."""
+
+    values: list[float] = field(default_factory=list)
+
+    def document(self) -> dict[str, float]:
+        """Return median and range."""
+        low, high = min(self.values), max(self.values)
+        return {"median": statistics.median(self.values), "min": low, "max": high}
+
+
+def linear_bytes(outputs: int, inputs: int, group_size: int, view: ops.View) -> int:
+    """Bytes that one pass reads of a matrix: planes, group multipliers, row scales."""
+    width = padded(inputs, group_size)
+    planes = 2 if view == "w8" else 1
+    return outputs * (planes * width // 2 + 2 * (width // group_size) + 4)
+
+
+def step_bytes(engine: Engine, view: ops.View, position: int) -> int:
+    """Bytes that a pass of one row reads at a position: all weights, and the cache before it."""
+    spec = engine.model.spec
+    weights = sum(
+        linear_bytes(n, k, engine.group_size, view) for n, k in linear_shapes(spec).values()
+    )
+    per_token = spec.num_layers * 2 * spec.num_kv_heads * (spec.head_dim + 2)
+    return weights + spec.hidden_size + position * per_token
+
+
+def bandwidth(engine: Engine, repeats: int) -> Sample | None:
+    """Measure GB/s of reading memory with the backend's threads; None if it cannot."""
+    backend = engine.model.backend
+    if not isinstance(backend, ReadsMemory):
+        return None
+    data = np.ones(READ_BYTES, np.uint8)
+    backend.read_seconds(data)
+    return Sample([READ_BYTES / backend.read_seconds(data) / 1e9 for _ in range(repeats)])
+
+
+def _batch(rows: int, start: int, num_logits: int = 1) -> ops.Batch:
+    positions = np.arange(start, start + rows, dtype=np.int64)
+    ids = np.arange(rows, dtype=np.int64)
+    return ops.Batch(
+        ids=ids, positions=positions, full_from=KV8.full_from(positions), num_logits=num_logits
+    )
+
+
+def kernel_programs(engine: Engine, view: ops.View) -> dict[str, tuple[ops.Program, int]]:
+    """One program per linear of a layer, over all layers, and the bytes it reads.
+
+    Its input comes once from the embedding (for `down`, through the first layer's gate_up).
+    """
+    spec = engine.model.spec
+    shapes = linear_shapes(spec)
+    start: ops.Program = (ops.Embed("x"), ops.NormQuantise("x", "a", spec.rms_norm_eps))
+    wide: ops.Program = (
+        *start,
+        ops.Linear("a", "layers.0.gate_up", "gu", view),
+        ops.SiluMulQuantise("gu", "b"),
+    )
+    heads: ops.Program = (
+        *start,
+        ops.Linear("a", "layers.0.qkv", "qkv", view),
+        ops.RopeKv("qkv", "q", 0, spec.rms_norm_eps, spec.qk_norm),
+        ops.Quantise("q", "b"),
+    )
+    ways = {"qkv": (start, "a"), "o": (heads, "b"), "gate_up": (start, "a"), "down": (wide, "b")}
+    found: dict[str, tuple[ops.Program, int]] = {}
+    for role, (before, register) in ways.items():
+        names = [f"layers.{i}.{role}" for i in range(spec.num_layers)]
+        linears = tuple(ops.Linear(register, name, "y", view) for name in names)
+        size = sum(linear_bytes(*shapes[name], engine.group_size, view) for name in names)
+        found[role] = ((*before, *linears, ops.SelectRows("x", "z")), size)
+    found["head"] = (
+        (*start, ops.Linear("a", "head", "logits", view)),
+        linear_bytes(*shapes["head"], engine.group_size, view),
+    )
+    return found
+
+
+def kernels(
+    engine: Engine,
+    *,
+    rows: Sequence[int] = ROWS,
+    repeats: int = 9,
+    progress: Callable[[int, int, str], None] = lambda done, count, what: None,
+) -> dict[str, Any]:
+    """Time every linear for every view and number of rows; return the document."""
+    views: tuple[ops.View, ...] = ("w4", "w8")
+    programs = {view: kernel_programs(engine, view) for view in views}
+    todo = [  # all linears between two looks at one: what a last-level cache kept of it is gone
+        (view, role, program, size, M)
+        for view in views
+        for M in rows
+        for role, (program, size) in programs[view].items()
+    ]
+    seconds: list[Sample] = [Sample() for _ in todo]
+    read = Sample()
+    for turn in range(repeats + 1):
+        progress(turn, repeats + 1, f"turn {turn} of {repeats}")
+        now = bandwidth(engine, 1)
+        for (_, _, program, _, M), sample in zip(todo, seconds, strict=True):
+            batch = _batch(M, 0, M)
+            started = time.perf_counter()
+            engine.model.backend.run(program, batch, engine.cache)
+            if turn:  # the first one warms up
+                sample.values.append(time.perf_counter() - started)
+        if turn and now is not None:
+            read.values.extend(now.values)
+    engine.reuse([0])  # the cache was written over
+    ceiling = statistics.median(read.values) if read.values else None
+    found = [
+        _kernel_row(view, role, M, size, sample, ceiling)
+        for (view, role, _, size, M), sample in zip(todo, seconds, strict=True)
+    ]
+    return _head(engine, read) | {"rows": found}
+
+
+def _kernel_row(
+    view: str, role: str, rows: int, size: int, sample: Sample, ceiling: float | None
+) -> dict[str, Any]:
+    gb_s = size / statistics.median(sample.values) / 1e9
+    return {
+        "linear": role,
+        "view": view,
+        "rows": rows,
+        "bytes": size,
+        "seconds": sample.document(),
+        "gb_s": gb_s,
+        "share_of_read": None if ceiling is None else gb_s / ceiling,
+    }
+
+
+def _head(engine: Engine, read: Sample | None) -> dict[str, Any]:
+    return {
+        "backend": engine.backend_name,
+        "backend_why": engine.backend_why,
+        "threads": getattr(engine.model.backend, "threads", None),
+        "read_gb_s": read.document() if read is not None and read.values else None,
+    }
+
+
+def decode(
+    engine: Engine,
+    prompts: Iterable[Sequence[int]],
+    *,
+    new_tokens: int = 128,
+    progress: Callable[[int, int, str], None] = lambda done, count, what: None,
+) -> dict[str, Any]:
+    """Decode every prompt as w8, w4 and nest in turns; return the document.
+
+    engine: opened as nest; its draft is that of the nest mode. Answers run to `new_tokens`,
+    whatever ends them. `differing` counts the prompts where nest's answer is not that of w8.
+    """
+    assert engine.view == "nest", engine.view
+    asked = [list(ids) for ids in prompts]
+    drafting = engine.draft
+    results: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    differing, read = 0, Sample()
+    try:
+        for number, ids in enumerate(asked):
+            if now := bandwidth(engine, 1):
+                read.values.extend(now.values)
+            for mode in MODES:
+                progress(number, len(asked), f"prompt {number + 1} of {len(asked)}, {mode}")
+                engine.draft = drafting if mode == "nest" else DraftChoice(0, "base", mode)
+                engine.target_view = "w4" if mode == "w4" else "w8"
+                engine.reuse([0])
+                run = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
+                results[mode].append(run.complete())
+            differing += results["nest"][-1].token_ids != results["w8"][-1].token_ids
+    finally:
+        engine.draft, engine.target_view = drafting, "w8"
+        engine.reuse([0])
+    middle = round(statistics.mean(map(len, asked))) + new_tokens // 2
+    ceiling = statistics.median(read.values) * 1e9 if read.values else None
+    rows = [_decode_row(engine, mode, results, middle, ceiling) for mode in MODES]
+    return _head(engine, read) | {
+        "prompts": len(asked),
+        "new_tokens": new_tokens,
+        "differing": differing,
+        "governor": engine.governor.why,
+        "rows": rows,
+    }
+
+
+def _decode_row(
+    engine: Engine, mode: str, results: dict[str, list[Any]], middle: int, ceiling: float | None
+) -> dict[str, Any]:
+    found = results[mode]
+    speeds = [r.decode_tok_s for r in found]
+    ratios = [r.decode_tok_s / w8.decode_tok_s for r, w8 in zip(found, results["w8"], strict=True)]
+    size = step_bytes(engine, "w4" if mode == "w4" else "w8", middle)
+    most = None if ceiling is None or mode == "nest" else ceiling / size
+    drafted = sum(r.draft["drafted"] for r in found)
+    return {
+        "mode": mode,
+        "decode_tok_s": Sample(speeds).document() | {"mean": statistics.mean(speeds)},
+        "ratio_to_w8": Sample(ratios).document() | {"mean": statistics.mean(ratios)},
+        "prefill_tok_s": Sample([r.prefill_tok_s for r in found]).document(),
+        "ttft_s": Sample([r.ttft_s for r in found]).document(),
+        "bytes_per_token": None if mode == "nest" else size,
+        "ceiling_tok_s": most,
+        "share_of_ceiling": None if most is None else statistics.median(speeds) / most,
+        "acceptance": sum(r.draft["accepted"] for r in found) / drafted if drafted else None,
+        "tokens_per_cycle": (
+            sum(r.new_tokens - 1 for r in found) / max(1, sum(r.draft["cycles"] for r in found))
+        ),
+    }

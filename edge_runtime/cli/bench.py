@@ -1,0 +1,156 @@
+"""`bitnest-edge bench kernels|decode`: speed against the ceiling of this machine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_runtime.cli.model import EngineOptions, open_model
+from edge_runtime.cli.options import (
+    backend_option,
+    draft_option,
+    draft_source_option,
+    json_option,
+    kv_policy_option,
+    model_argument,
+    print_document,
+    threads_option,
+)
+
+DECODE_CONTEXT = 2048
+
+
+@click.group()
+def command() -> None:
+    """Measure speed against what this machine's memory allows."""
+
+
+@command.command()
+@model_argument()
+@backend_option
+@threads_option
+@click.option("--repeats", type=click.IntRange(1, 1000), default=9, show_default=True, metavar="N")
+@json_option
+def kernels(model: str, backend: str, threads: int | None, repeats: int, as_json: bool) -> None:
+    """Time every linear of a model: GB/s and share of the read bandwidth, by rows and view."""
+    from edge_runtime import bench
+    from edge_runtime.cli.progress import Progress
+
+    options = EngineOptions(backend=backend, threads=threads, ctx=64, draft="1")
+    with open_model(model, options) as engine, Progress() as progress:
+        document = bench.kernels(engine, repeats=repeats, progress=progress)
+    for line in kernel_lines(document):
+        click.echo(line, err=as_json)
+    if as_json:
+        print_document(document)
+
+
+@command.command()
+@model_argument()
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON lines as of `selftest`.  [default: built-in prompts]",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N prompts.")
+@click.option(
+    "-n",
+    "--new-tokens",
+    type=click.IntRange(2, 100_000),
+    default=128,
+    show_default=True,
+    metavar="N",
+)
+@backend_option
+@draft_option
+@draft_source_option
+@kv_policy_option
+@threads_option
+@json_option
+def decode(
+    model: str,
+    prompts: Path | None,
+    limit: int | None,
+    new_tokens: int,
+    backend: str,
+    draft: str,
+    draft_source: str,
+    kv_policy: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Decode prompts as w8, w4 and nest in turns: tok/s, ratio to w8, share of the ceiling."""
+    from edge_runtime import bench
+    from edge_runtime.cli.progress import Progress
+    from edge_runtime.cli.selftest import built_in_prompts, fitting, read_prompts
+
+    asked = read_prompts(prompts) if prompts is not None else built_in_prompts()
+    options = EngineOptions(
+        backend=backend,
+        draft=draft,
+        draft_source=draft_source,
+        kv_policy=kv_policy,
+        threads=threads,
+        ctx=DECODE_CONTEXT,
+    )
+    with open_model(model, options) as engine:
+        ids = fitting(engine, asked[:limit], new_tokens, shorten=prompts is None)
+        with Progress() as progress:
+            document = bench.decode(engine, ids, new_tokens=new_tokens, progress=progress)
+    for line in decode_lines(document):
+        click.echo(line, err=as_json)
+    if as_json:
+        print_document(document)
+
+
+def read_line(document: dict[str, Any]) -> str:
+    """Return the ceiling as a line."""
+    read = document["read_gb_s"]
+    threads = document["threads"]
+    measured = "not measured by this backend"
+    if read is not None:
+        measured = f"{read['median']:.1f} GB/s ({read['min']:.1f} to {read['max']:.1f})"
+    return f"backend {document['backend']}, {threads or '?'} threads; memory read: {measured}"
+
+
+def kernel_lines(document: dict[str, Any]) -> list[str]:
+    """Return the table for people."""
+    lines = [
+        read_line(document),
+        f"{'linear':<10}{'view':<6}{'rows':>5}{'ms':>10}{'GB/s':>9}{'of read':>9}",
+    ]
+    for row in document["rows"]:
+        share = row["share_of_read"]
+        lines.append(
+            f"{row['linear']:<10}{row['view']:<6}{row['rows']:>5}"
+            f"{row['seconds']['median'] * 1e3:>10.3f}{row['gb_s']:>9.1f}"
+            + (f"{share:>9.0%}" if share is not None else f"{'':>9}")
+        )
+    return lines
+
+
+def decode_lines(document: dict[str, Any]) -> list[str]:
+    """Return the table for people."""
+    lines = [
+        read_line(document),
+        f"{'mode':<6}{'tok/s':>8}{'range':>17}{'x w8':>8}{'ceiling':>9}{'share':>7}{'accepted':>10}"
+        f"{'a cycle':>9}{'prefill':>9}",
+    ]
+    for row in document["rows"]:
+        speed, most = row["decode_tok_s"], row["ceiling_tok_s"]
+        lines.append(
+            f"{row['mode']:<6}{speed['median']:>8.1f}"
+            f"{speed['min']:>8.1f} to {speed['max']:>5.1f}{row['ratio_to_w8']['mean']:>8.2f}"
+            + (f"{most:>9.0f}{row['share_of_ceiling']:>7.0%}" if most else f"{'':>16}")
+            + (f"{row['acceptance']:>10.2f}" if row["acceptance"] is not None else f"{'':>10}")
+            + f"{row['tokens_per_cycle']:>9.2f}{row['prefill_tok_s']['median']:>9.0f}"
+        )
+    verdict = "none" if not document["differing"] else str(document["differing"])
+    lines.append(
+        f"{document['prompts']} prompts x {document['new_tokens']} tokens; answers of nest that "
+        f"differ from w8: {verdict}; {document['governor']}"
+    )
+    return lines

@@ -1,0 +1,1 @@
+"""The native CPU backend: the ops of `kernels/ops.py` in C++, bit for bit, without torch."""

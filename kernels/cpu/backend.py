@@ -1,0 +1,393 @@
+"""The native CPU backend: repacked planes, a nested cache, and programs as native step lists.
+
+Invariant: a pass is one native call whatever the number of ops, and gives the bits of the reference
+backend for every instruction set, number of threads and number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_runtime.errors import BudgetError, NumericError
+from edge_runtime.kernels import ops
+from edge_runtime.kernels.cpu import library
+from edge_runtime.kernels.layout import padded
+from edge_runtime.kernels.sampling import Parameters
+
+TILE_ROWS = 32
+LINE, HUGE_PAGE, ARENA_BLOCK = 64, 2 << 20, 64 << 20
+SAMPLING_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "seed"),
+)
+MAX_HEAD_DIM, MAX_HEADS_A_GROUP = 512, 32
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Arena:
+    """Memory on huge pages, given out piece by piece from blocks that grow with the need."""
+
+    def __init__(self) -> None:
+        self._blocks: list[npt.NDArray[np.uint8]] = []
+        self._used = 0
+
+    def take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the next piece, on a line of the cache."""
+        if not self._blocks or self._used + size_bytes > len(self._blocks[-1]):
+            # pages that nobody touches take no memory
+            size = padded(max(size_bytes, ARENA_BLOCK), HUGE_PAGE) + HUGE_PAGE
+            # private: shared memory gets no huge pages
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.madvise(mmap.MADV_HUGEPAGE)
+            whole = np.frombuffer(block, np.uint8)
+            self._blocks.append(whole[-whole.ctypes.data % HUGE_PAGE :])
+            self._used = 0
+        start = self._used
+        self._used = start + padded(size_bytes, LINE)
+        return self._blocks[-1][start : start + size_bytes]
+
+
+class LogitsBuffer:
+    """Where a pass leaves its logits: fp32 [rows, width], the best id per row, whether all are
+    finite. Addresses are asked for once: numpy takes a microsecond for each."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.rows = rows
+        self.values = np.empty((rows, width), np.float32)
+        self.best = np.empty(rows, np.int32)
+        self.finite = np.ones(1, np.int32)
+        self.addresses = tuple(a.ctypes.data for a in (self.values, self.best, self.finite))
+
+
+class CpuLogits:
+    """fp32 [rows, V]; the best id per row was found while they were made."""
+
+    def __init__(self, owner: CpuBackend, buffer: LogitsBuffer, rows: int) -> None:
+        self._owner, self._buffer, self._num = owner, buffer, rows
+
+    def __del__(self) -> None:
+        """Give the buffer back for the next pass."""
+        self._owner.spare = self._buffer
+
+    @property
+    def _rows(self) -> npt.NDArray[np.float32]:
+        return self._buffer.values[: self._num, : self._owner.geometry.num_tokens]
+
+    def _check(self) -> None:
+        if not self._buffer.finite[0]:
+            raise NumericError(
+                "logits hold NaN or infinity",
+                "the weights or an embedding row given by the caller are broken",
+            )
+
+    def argmax(self, allowed: Sequence[int] | ops.I64 | None = None) -> list[int]:
+        """Return the lowest winning id per row."""
+        self._check()
+        if allowed is None:
+            best: list[int] = self._buffer.best[: self._num].tolist()
+            return best
+        ids = np.unique(np.asarray(allowed, dtype=np.int64))
+        return [int(ids[i]) for i in self._rows[:, ids].argmax(-1)]
+
+    def sample(
+        self,
+        row: int,
+        position: int,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        parameters: Parameters,
+        allowed: ops.I64 | None = None,
+    ) -> int:
+        """Choose a token from one row."""
+        self._check()
+        p = parameters
+        # a long prompt is not copied for a penalty that is off
+        seen = np.array(prompt if p.repetition_penalty != 1 else (), np.int64)
+        own = np.array(answer, np.int64)
+        ids = None if allowed is None else np.ascontiguousarray(allowed, np.int32)
+        args = library.SampleArgs(
+            logits=self._rows[row].ctypes.data,
+            prompt=seen.ctypes.data,
+            answer=own.ctypes.data,
+            allowed=None if ids is None else ids.ctypes.data,
+            prompt_length=len(seen),
+            answer_length=len(own),
+            num_tokens=self._rows.shape[1],
+            num_allowed=0 if ids is None else len(ids),
+            position=position,
+        )
+        for name in SAMPLING_FIELDS:
+            setattr(args, name, getattr(p, name))
+        return int(self._owner.lib.edge_sample(self._owner.model, args))
+
+    def numpy(self) -> ops.F32:
+        """Return a copy of the logits."""
+        self._check()
+        return np.array(self._rows)
+
+
+class CpuCache:
+    """A nested cache in the backend's own order of bytes."""
+
+    def __init__(self, backend: CpuBackend, capacity: int) -> None:
+        self.capacity, self._backend = capacity, backend
+        self._lib = backend.lib
+        self.handle = self._lib.edge_cache_new(backend.model, capacity)
+        if not self.handle:
+            raise BudgetError(
+                f"memory: no room for a cache of {capacity} tokens", "lower --ctx or --budget"
+            )
+
+    def __del__(self) -> None:
+        """Free it."""
+        if getattr(self, "handle", None):
+            self._lib.edge_cache_free(self.handle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return int(self._lib.edge_cache_bytes(self.handle))
+
+    def planes(self, length: int) -> Arrays:
+        """Return the first tokens in the canonical order (`kernels.ops.Cache`)."""
+        g = self._backend.geometry
+        shape = (g.num_layers, 2, length, g.num_kv_heads)
+        found: Arrays = {
+            "base": np.empty((*shape, g.head_dim // 2), np.uint8),
+            "refine": np.empty((*shape, g.head_dim // 2), np.uint8),
+            "scale": np.empty(shape, np.float16),
+        }
+        self._copy(found, length, store=False)
+        return found
+
+    def load(self, planes: Arrays) -> None:
+        """Overwrite the first tokens."""
+        arrays = {n: np.ascontiguousarray(a) for n, a in planes.items()}
+        self._copy(arrays, arrays["scale"].shape[2], store=True)
+
+    def _copy(self, arrays: Arrays, length: int, *, store: bool) -> None:
+        assert 0 <= length <= self.capacity, (length, self.capacity)
+        self._lib.edge_cache_copy(
+            self._backend.model,
+            self.handle,
+            length,
+            int(store),
+            *(arrays[n].ctypes.data for n in ("base", "refine", "scale")),
+        )
+
+
+class CpuBackend:
+    """Holds repacked weights, one pool of threads and the native programs."""
+
+    name = "cpu"
+
+    def __init__(
+        self, weights: ops.ModelWeights, geometry: ops.Geometry, threads: int, isa: str
+    ) -> None:
+        """threads: of the pool, the caller's included; isa: one of `library.available_isas`."""
+        assert geometry.head_dim <= MAX_HEAD_DIM, geometry.head_dim
+        assert geometry.num_heads // geometry.num_kv_heads <= MAX_HEADS_A_GROUP, geometry
+        self.lib = library.load()
+        self.geometry, self.isa, self.threads = geometry, isa, threads
+        self.spare: LogitsBuffer | None = None
+        self._batch = library.Batch()
+        self._set_inputs(1)
+        self._arrays: list[npt.NDArray[Any]] = []  # everything the native side points into
+        self._programs: dict[int, tuple[ops.Program, int, bool]] = {}
+        self._head_norms = weights.head_norms
+        self._arena = Arena()
+        self._linears: dict[str, tuple[int, int]] = {}  # number on the native side, outputs
+        group_size = next(iter(weights.linears.values())).group_size
+        self._native_geometry = library.Geometry(
+            *(getattr(geometry, name) for name in library.SIZES),
+            group_size,
+            np.float32(1.0) / np.sqrt(np.float32(geometry.head_dim)),
+        )
+        self.model = self.lib.edge_model_new(
+            self._native_geometry,
+            isa.encode(),
+            threads,
+            self._keep(weights.embedding),
+            self._keep(weights.embedding_scale),
+            self._keep(weights.cos),
+            self._keep(weights.sin),
+        )
+        for name, linear in weights.linears.items():
+            self._linears[name] = (self._add_linear(linear), linear.base.shape[0])
+            weights.release()
+        self._batch.stride = padded(max(n for _, n in self._linears.values()), TILE_ROWS)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the embedding, the planes and their scales."""
+        return sum(a.nbytes for a in self._arrays)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the activations of all programs."""
+        return sum(self.lib.edge_program_bytes(p) for _, p, _ in self._programs.values())
+
+    def prepare(self, program: ops.Program) -> None:
+        """Compile a program."""
+        self._native(program)
+
+    def new_cache(self, capacity: int) -> CpuCache:
+        """Allocate a cache. Raises BudgetError."""
+        return CpuCache(self, capacity)
+
+    def run(
+        self, program: ops.Program, batch: ops.Batch, cache: CpuCache, *, skip: int = 0
+    ) -> CpuLogits | None:
+        """Replay a program in one native call. skip: bit k leaves out `library.KINDS[k]`."""
+        M = len(batch.positions)
+        if self._inputs.shape[1] < M:
+            self._set_inputs(M)
+        inputs, native = self._inputs, self._batch
+        inputs[0, :M], inputs[1, :M] = batch.positions, batch.full_from
+        rows = None
+        if batch.ids is None:
+            rows = np.ascontiguousarray(batch.rows, np.float32)
+            native.ids, native.rows = None, rows.ctypes.data
+        else:
+            inputs[2, :M] = batch.ids
+            native.ids, native.rows = self._ids_address, None
+        assert inputs[0, :M].max() < cache.capacity, "a row beyond the cache"
+        native.M, native.num_logits, native.skip = M, batch.num_logits, skip
+        handle, has_logits = self._native(program)
+        logits = None
+        if has_logits:
+            buffer = self._buffer(batch.num_logits)
+            logits = CpuLogits(self, buffer, batch.num_logits)
+            native.logits, native.best, native.finite = buffer.addresses
+        self.lib.edge_run(handle, native, cache.handle)
+        return logits
+
+    def read_seconds(self, data: npt.NDArray[np.uint8]) -> float:
+        """Return the seconds that the threads take to read all of `data`."""
+        started = time.perf_counter()
+        self.lib.edge_read(self.model, data.ctypes.data, data.nbytes)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the threads and free the programs and the planes."""
+        for _, program, _ in self._programs.values():
+            self.lib.edge_program_free(program)
+        self._programs.clear()
+        if self.model:
+            self.lib.edge_model_free(self.model)
+            self.model = None
+        self._arrays.clear()
+
+    def _set_inputs(self, rows: int) -> None:
+        """Make room for positions, first full tokens and ids of a pass."""
+        self._inputs = np.zeros((3, rows), np.int64)
+        address, row_bytes = self._inputs.ctypes.data, self._inputs.strides[0]
+        self._batch.positions, self._batch.full_from = address, address + row_bytes
+        self._ids_address = address + 2 * row_bytes
+
+    def _buffer(self, rows: int) -> LogitsBuffer:
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.rows >= rows:
+            return spare
+        return LogitsBuffer(rows, self._batch.stride)
+
+    def _keep(self, array: npt.NDArray[Any] | None) -> int | None:
+        if array is None:
+            return None
+        self._arrays.append(np.ascontiguousarray(array))
+        return int(self._arrays[-1].ctypes.data)
+
+    def _add_linear(self, w: ops.LinearWeights) -> int:
+        N, half = w.base.shape
+        rows, Kp, G = padded(N, TILE_ROWS), 2 * half, w.group_size
+        base, refine = (self._arena.take(rows * half) for _ in range(2))
+        mult = self._arena.take(rows * (Kp // G) * 2).view(np.int16)
+        planes = [np.ascontiguousarray(p) for p in (w.base, w.refine, w.mult)]
+        self.lib.edge_repack(
+            self.model,
+            *(p.ctypes.data for p in planes),
+            N,
+            Kp,
+            G,
+            *(a.ctypes.data for a in (base, refine, mult)),
+        )
+        wide = [None if a is None else np.pad(a, (0, rows - N)) for a in (w.scale, w.bias)]
+        args = library.LinearArgs(
+            *(self._keep(a) for a in (base, refine, mult, *wide)), N, w.num_inputs, Kp, G
+        )
+        return int(self.lib.edge_model_linear(self.model, args))
+
+    # from a program to native ops
+
+    def _native(self, program: ops.Program) -> tuple[int, bool]:
+        """Return the native program, and whether it makes logits."""
+        found = self._programs.get(id(program))
+        if found is None:
+            found = (program, self._compile(program), isinstance(program[-1], ops.Linear))
+            self._programs[id(program)] = found
+        return found[1:]
+
+    def _compile(self, program: ops.Program) -> int:
+        registers: dict[tuple[str, int], int] = {}
+        widths: dict[str, int] = {}
+        g = self.geometry
+        q_size = g.num_heads * g.head_dim
+
+        def read(name: str) -> int:
+            return registers[name, widths[name]]
+
+        def write(name: str, width: int) -> int:
+            widths[name] = width
+            return registers.setdefault((name, width), len(registers))
+
+        native: list[library.Op] = []
+
+        def emit(kind: str, **fields: Any) -> None:
+            op = library.Op(a=-1, out=-1, residual=-1, kind=library.KINDS.index(kind))
+            for name, value in fields.items():
+                setattr(op, name, value)
+            native.append(op)
+
+        for op in program:
+            match op:
+                case ops.Embed(out):
+                    emit("embed", out=write(out, g.hidden_size))
+                case ops.NormQuantise(x, out, eps):
+                    emit("norm_quantise", a=read(x), out=write(out, widths[x]), eps=eps)
+                case ops.Quantise(x, out):
+                    emit("quantise", a=read(x), out=write(out, widths[x]))
+                case ops.SiluMulQuantise(x, out):
+                    emit("silu_mul_quantise", a=read(x), out=write(out, widths[x] // 2))
+                case ops.RopeKv(x, out, layer, eps, qk_norm):
+                    norms = {
+                        f"{n}_norm": self._keep(self._head_norms[f"layers.{layer}.{n}_norm"])
+                        for n in ("q", "k")
+                        if qk_norm
+                    }
+                    emit(
+                        "rope_kv", a=read(x), out=write(out, q_size), layer=layer, eps=eps, **norms
+                    )
+                case ops.Attention(x, out, layer):
+                    a = read(x)
+                    emit("attention", a=a, out=write(out, q_size), layer=layer)
+                    emit("combine", a=a, out=read(out))
+                case ops.SelectRows(x, out):
+                    emit("select_rows", a=read(x), out=write(out, widths[x]))
+                case ops.Linear(a, weight, out, view, residual):
+                    number, N = self._linears[weight]
+                    fields = {"a": read(a), "weight": number, "w8": view == "w8"}
+                    if op is program[-1]:
+                        emit("head", **fields)
+                        continue
+                    rest = -1 if residual is None else read(residual)
+                    emit("linear", **fields, residual=rest, out=write(out, N))
+        sizes = (ctypes.c_int32 * len(registers))(*(width for _, width in registers))
+        array = (library.Op * len(native))(*native)
+        return int(self.lib.edge_program_new(self.model, array, len(native), sizes, len(registers)))

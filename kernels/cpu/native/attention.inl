@@ -1,0 +1,272 @@
+// RoPE, writing of the nested cache, and attention over it (kernels/ops.py), once for every
+// instruction set, over the one integer primitive each of them has:
+//
+//   dots16(base, refine, K, a, stride, sums, rows, out)   out[r][n] = sum_k code[n][k] * a[r][k]
+//
+// for a tile of 16 rows n; refine null: the code is q4 alone (times 16 by the caller). Included
+// inside an anonymous namespace by each isa_*.cpp, after floats.inl and dots16.
+
+struct Nested {
+  int8_t q4[kMaxDim], qr[kMaxDim];
+  uint16_t scale;
+};
+
+void nest(const float* x, int D, Nested& out) {
+  out.scale = half_up(peak_of(x, D) / 7.0f);
+  const float wide = half_to_float(out.scale);
+  const float safe = wide > 0 ? wide : 1.0f;
+  const float step = safe / 16.0f;
+  for (int i = 0; i < D; i++) {
+    float q = round_even(x[i] / safe);
+    q = q > 7.0f ? 7.0f : q;
+    q = q < -8.0f ? -8.0f : q;
+    float r = round_even((x[i] - q * safe) / step);
+    const float low = q == -8.0f ? 0.0f : -8.0f;
+    r = r < low ? low : r;
+    r = r > 7.0f ? 7.0f : r;
+    out.q4[i] = int8_t(int32_t(q));
+    out.qr[i] = int8_t(int32_t(r));
+  }
+}
+
+uint8_t* record(const CacheLayer& cache, int kv_head, int64_t block) {
+  return cache.data + block * cache.block_stride + kv_head * record_bytes(cache.Dk, cache.Dv);
+}
+
+// Ask for a record early: streaming the weights has thrown the cache of the last layer out. Always
+// inline: gcc drops calls of a function that does nothing but fetch.
+[[gnu::always_inline]] inline void fetch_record(const CacheLayer& cache, int kv_head, int block) {
+  const uint8_t* rec = record(cache, kv_head, block);
+  for (int64_t i = 0; i < record_bytes(cache.Dk, cache.Dv); i += 64)
+    __builtin_prefetch(rec + i, 0, 2);
+}
+
+uint16_t* scales(uint8_t* rec, const CacheLayer& cache, int kind) {
+  return reinterpret_cast<uint16_t*>(rec + int64_t(kBlock) * (cache.Dk + cache.Dv)) + kind * kBlock;
+}
+
+void write_key(const CacheLayer& cache, uint8_t* rec, int t, const Nested& x, int D) {
+  const int half = cache.Dk / 2;
+  uint8_t* base = rec + (t / kRows) * (cache.Dk * 8) + (t % kRows) * 4;
+  uint8_t* refine = base + int64_t(kBlock) * half;
+  for (int i = 0; i < half; i++) {
+    const int at = (i / 4) * 64 + i % 4, j = i + half;
+    const int q_low = i < D ? x.q4[i] + 8 : 8, q_high = j < D ? x.q4[j] + 8 : 8;
+    const int r_low = i < D ? x.qr[i] + 8 : 8, r_high = j < D ? x.qr[j] + 8 : 8;
+    base[at] = uint8_t(q_low | (q_high << 4));
+    refine[at] = uint8_t(r_low | (r_high << 4));
+  }
+  scales(rec, cache, 0)[t] = x.scale;
+}
+
+void write_value(const CacheLayer& cache, uint8_t* rec, int t, const Nested& x, int D) {
+  const int shift = t < kBlock / 2 ? 0 : 4, u = t % (kBlock / 2);
+  const uint8_t keep = uint8_t(0xf0u >> shift);
+  uint8_t* base = rec + int64_t(kBlock) * cache.Dk + (u / 4) * 64 + u % 4;
+  uint8_t* refine = base + int64_t(kBlock) * cache.Dv / 2;
+  for (int d = 0; d < D; d++) {
+    const int at = (d / kRows) * (kBlock * 8) + (d % kRows) * 4;
+    base[at] = uint8_t((base[at] & keep) | ((x.q4[d] + 8) << shift));
+    refine[at] = uint8_t((refine[at] & keep) | ((x.qr[d] + 8) << shift));
+  }
+  scales(rec, cache, 1)[t] = x.scale;
+}
+
+void rotate(const float* x, const float* norm, float eps, const float* cos, const float* sin,
+            const Geometry& g, float* out) {
+  const int D = g.head_dim, half = D / 2;
+  float normed[kMaxDim];
+  if (norm) {
+    const float factor = inverse_rms(x, D, eps);
+    for (int i = 0; i < D; i++) normed[i] = (x[i] * factor) * norm[i];
+    x = normed;
+  }
+  float y[kMaxDim], z[kMaxDim];
+  for (int i = 0; i < half; i++) {
+    y[i] = x[i] * cos[i] - x[i + half] * sin[i];
+    y[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+  }
+  if (!g.rotate_kv) {
+    std::memcpy(out, y, sizeof(float) * size_t(D));
+    return;
+  }
+  float *from = y, *to = z;
+  for (int stride = 1; stride < D; stride *= 2) {
+    for (int a = 0; a < D; a += 2 * stride)
+      for (int i = a; i < a + stride; i++) {
+        to[i] = from[i] + from[i + stride];
+        to[i + stride] = from[i] - from[i + stride];
+      }
+    float* swap = from;
+    from = to;
+    to = swap;
+  }
+  for (int i = 0; i < D; i++) out[i] = from[i] * g.softmax_scale;  // 1/sqrt(D) as well
+}
+
+void rope_kv(const Geometry& g, const float* qkv, const float* cos, const float* sin,
+             const float* q_norm, const float* k_norm, float eps, int kv_head, int64_t position,
+             float* q_out, const CacheLayer& cache) {
+  const int D = g.head_dim, group = g.num_heads / g.num_kv_heads;
+  const float *cos_row = cos + position * (D / 2), *sin_row = sin + position * (D / 2);
+  for (int h = kv_head * group; h < (kv_head + 1) * group; h++)
+    rotate(qkv + h * D, q_norm, eps, cos_row, sin_row, g, q_out + h * D);
+  float key[kMaxDim];
+  Nested nested;
+  rotate(qkv + (g.num_heads + kv_head) * D, k_norm, eps, cos_row, sin_row, g, key);
+  uint8_t* rec = record(cache, kv_head, position / kBlock);
+  const int t = int(position % kBlock);
+  nest(key, D, nested);
+  write_key(cache, rec, t, nested, D);
+  nest(qkv + (g.num_heads + g.num_kv_heads + kv_head) * D, D, nested);
+  write_value(cache, rec, t, nested, D);
+}
+
+// Query vectors of one call, quantised once.
+struct Queries {
+  int8_t codes[kMaxQuery * kMaxDim];
+  float scale[kMaxQuery];
+  int32_t sums[kMaxQuery];
+  int32_t count;
+};
+
+// Weights of 64 tokens as two int8 limbs, w = 128 (high + 128) + low, then a row of ones.
+struct Weights {
+  int8_t limbs[(2 * kMaxQuery + 1) * kBlock];
+  int32_t sums[2 * kMaxQuery + 1];
+  float step[kMaxQuery];
+};
+
+// One query vector against 64 scores: block maximum, sum, fixed-point weights.
+void softmax_block(const int32_t* dots, float factor, int shift, const float* ks, const float* vs,
+                   int visible, float* partial, int8_t* high, int8_t* low, float* step) {
+  float s[kBlock], w[kBlock];
+  for (int t = 0; t < kBlock; t++) {
+    s[t] = (float(dots[t] * shift) * factor) * ks[t];
+    s[t] = t < visible ? s[t] : -INFINITY;
+  }
+  const float most = max_of(s, kBlock);
+  const float from = most > -3e38f ? most : -3e38f;
+  for (int t = 0; t < kBlock; t++) s[t] = exp_nonpositive(s[t] - from);
+  float lanes[32];
+  for (int l = 0; l < 32; l++) lanes[l] = s[l] + s[l + 32];
+  for (int t = 0; t < kBlock; t++) w[t] = t < visible ? s[t] * vs[t] : 0.0f;
+  float peak = max_of(w, kBlock);
+  if (!(peak >= kTiny)) peak = 0;
+  const float inverse = peak > 0 ? 32767.0f / peak : 0.0f;
+  for (int t = 0; t < kBlock; t++) {
+    const int32_t i = int32_t(round_even(w[t] * inverse));
+    high[t] = int8_t((i >> 7) - 128);
+    low[t] = int8_t(i & 127);
+  }
+  partial[0] = most;
+  partial[1] = sum_lanes(lanes);
+  *step = peak / 32767.0f;
+}
+
+int32_t sum_bytes(const int8_t* x, int n) {
+  int32_t sum = 0;
+  for (int i = 0; i < n; i++) sum += x[i];
+  return sum;
+}
+
+// A run of query vectors over one block; all of them see it through both planes or through one.
+void attend_block(const CacheLayer& cache, const uint8_t* rec, int D, bool full, const Queries& q,
+                  int first, int count, const int* visible, float* const* partial) {
+  const int Dk = cache.Dk, Dv = cache.Dv, shift = full ? 1 : 16;
+  float ks[kBlock], vs[kBlock];
+  const uint16_t* half = scales(const_cast<uint8_t*>(rec), cache, 0);
+  for (int t = 0; t < kBlock; t++) ks[t] = half_to_float(half[t]) / 16.0f;
+  for (int t = 0; t < kBlock; t++) vs[t] = half_to_float(half[kBlock + t]) / 16.0f;
+  int32_t dots[kMaxQuery * kBlock];
+  for (int tile = 0; tile < kBlock / kRows; tile++) {
+    const uint8_t* base = rec + tile * Dk * 8;
+    dots16(base, full ? base + kBlock * Dk / 2 : nullptr, Dk, q.codes + first * Dk, Dk,
+           q.sums + first, count, dots + tile * kRows, kBlock);
+  }
+  Weights w;
+  for (int i = 0; i < count; i++) {
+    softmax_block(dots + i * kBlock, q.scale[first + i], shift, ks, vs, visible[i], partial[i],
+                  w.limbs + 2 * i * kBlock, w.limbs + (2 * i + 1) * kBlock, &w.step[i]);
+    for (int j = 2 * i; j < 2 * i + 2; j++) w.sums[j] = sum_bytes(w.limbs + j * kBlock, kBlock);
+  }
+  std::memset(w.limbs + 2 * count * kBlock, 1, kBlock);
+  w.sums[2 * count] = kBlock;
+  for (int tile = 0; tile < Dv / kRows; tile++) {
+    const uint8_t* base = rec + kBlock * Dk + tile * kBlock * 8;
+    int32_t sums[(2 * kMaxQuery + 1) * kRows];
+    dots16(base, full ? base + kBlock * Dv / 2 : nullptr, kBlock, w.limbs, kBlock, w.sums,
+           2 * count + 1, sums, kRows);
+    const int32_t* ones = sums + 2 * count * kRows;
+    const int width = D - tile * kRows < kRows ? D - tile * kRows : kRows;
+    for (int i = 0; i < count; i++) {
+      const int32_t *high = sums + 2 * i * kRows, *low = high + kRows;
+      float* out = partial[i] + 2 + tile * kRows;
+      for (int d = 0; d < width; d++)
+        out[d] = float(shift * (128 * (high[d] + 128 * ones[d]) + low[d])) * w.step[i];
+    }
+  }
+}
+
+void attention(const Geometry& g, const CacheLayer& cache, const AttentionPart& part) {
+  const int D = g.head_dim, group = g.num_heads / g.num_kv_heads;
+  fetch_record(cache, part.kv_head, part.block0);
+  Queries q;
+  q.count = part.rows * group;
+  for (int i = 0; i < q.count; i++) {
+    const int64_t row = part.row0 + i / group, head = part.kv_head * group + i % group;
+    int8_t* codes = q.codes + i * cache.Dk;
+    const float* x = part.q + (row * g.num_heads + head) * D;
+    const Quantiser of = quantiser_of(x, D, 1.0f);
+    codes_of_row(x, D, 1.0f, of.inverse, codes);
+    std::memset(codes + D, 0, size_t(cache.Dk - D));
+    q.scale[i] = of.scale * g.softmax_scale;
+    q.sums[i] = sum_bytes(codes, D);
+  }
+  for (int block = part.block0; block < part.block1; block++) {
+    const uint8_t* rec = record(cache, part.kv_head, block);
+    if (block + 1 < part.block1) fetch_record(cache, part.kv_head, block + 1);
+    int first = 0;
+    while (first < q.count) {
+      const bool full = int64_t(block) * kBlock >= part.full_from[part.row0 + first / group];
+      int visible[kMaxQuery];
+      float* partial[kMaxQuery];
+      int count = 0;
+      for (; first + count < q.count; count++) {
+        const int row = part.row0 + (first + count) / group;
+        if (full != (int64_t(block) * kBlock >= part.full_from[row])) break;
+        const int64_t left = part.positions[row] + 1 - int64_t(block) * kBlock;
+        visible[count] = int(left < 0 ? 0 : left > kBlock ? kBlock : left);
+        partial[count] = part.partial + (first + count) * part.partial_stride +
+                         int64_t(block - part.block0) * (2 + D);
+      }
+      attend_block(cache, rec, D, full, q, first, count, visible, partial);
+      first += count;
+    }
+  }
+}
+
+// One query vector: its blocks into out [D], ascending.
+void combine(const Geometry& g, const float* partial, int blocks, float* out) {
+  const int D = g.head_dim;
+  float most = -INFINITY, total = 0, sum[kMaxDim];
+  for (int b = 0; b < blocks; b++) {
+    const float m = partial[int64_t(b) * (2 + D)];
+    most = m > most ? m : most;
+  }
+  for (int d = 0; d < D; d++) sum[d] = 0;
+  for (int b = 0; b < blocks; b++) {
+    const float* part = partial + int64_t(b) * (2 + D);
+    const float c = exp_nonpositive(part[0] - most);
+    for (int d = 0; d < D; d++) sum[d] = sum[d] + part[2 + d] * c;
+    total = total + part[1] * c;
+  }
+  for (int d = 0; d < D; d++) out[d] = sum[d] / total;
+}
+
+const Isa* table(const char* name, int interleave) {
+  static const Isa isa{name,    interleave, linear,  quantise, norm_quantise, silu_mul_quantise,
+                       rope_kv, attention,  combine, argmax,   exp64,         gumbel,
+                       checksum};
+  return &isa;
+}

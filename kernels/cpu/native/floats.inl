@@ -1,0 +1,194 @@
+// The floating-point half of the contract (kernels/ops.py), once for every instruction set: plain
+// loops over fixed widths that the compiler turns into vectors without changing a bit (no
+// contraction, no reordering). Included inside an anonymous namespace by each isa_*.cpp.
+
+constexpr float kTiny = 0x1p-100f;
+constexpr float kMagic = 0x1.8p23f;  // x + kMagic - kMagic rounds to the nearest even, |x| < 2^22
+
+inline float round_even(float x) { return (x + kMagic) - kMagic; }
+
+inline uint32_t bits_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+
+inline float float_of(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+// exp(x) for x <= 0: kernels/reference/numeric.py, exp_nonpositive
+inline float exp_nonpositive(float x) {
+  const float safe = x < -87.0f ? -87.0f : x;
+  const float n = round_even(safe * 1.4426950408889634f);
+  const float r = (safe - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const float y = ((p * (r * r)) + r) + 1.0f;
+  const float power = float_of(uint32_t(int32_t(n) + 127) << 23);
+  return x < -87.0f ? 0.0f : y * power;
+}
+
+// Maximum of n floats, n a multiple of 16: sixteen at a time, for the compiler may not reorder them.
+inline float max_of(const float* x, int n) {
+  float lanes[16];
+  for (int l = 0; l < 16; l++) lanes[l] = x[l];
+  for (int i = 16; i < n; i += 16)
+    for (int l = 0; l < 16; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+  float most = lanes[0];
+  for (int l = 1; l < 16; l++) most = lanes[l] > most ? lanes[l] : most;
+  return most;
+}
+
+// |x| of the largest element; NaN and infinity win, as their bits are the largest
+inline float peak_of(const float* x, int n) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; i++) {
+    const uint32_t u = bits_of(x[i]) & 0x7fffffffu;
+    most = u > most ? u : most;
+  }
+  return float_of(most);
+}
+
+inline float sum_lanes(float* lanes) {
+  for (int width = 16; width >= 1; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
+  return lanes[0];
+}
+
+inline float sum_of_squares(const float* x, int n) {
+  float lanes[32] = {};
+  int i = 0;
+  for (; i + 32 <= n; i += 32)
+    for (int l = 0; l < 32; l++) lanes[l] = lanes[l] + x[i + l] * x[i + l];
+  for (int l = 0; i + l < n; l++) lanes[l] = lanes[l] + x[i + l] * x[i + l];
+  return sum_lanes(lanes);
+}
+
+inline float inverse_rms(const float* x, int n, float eps) {
+  return 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+}
+
+struct Quantiser {
+  float inverse, scale;
+};
+
+// for factor * x; the scale is NaN if any of it is not finite
+inline Quantiser quantiser_of(const float* x, int n, float factor) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; i++) {
+    const uint32_t u = bits_of(x[i] * factor) & 0x7fffffffu;
+    most = u > most ? u : most;
+  }
+  const float peak = float_of(most);
+  if (most >= 0x7f800000u) return {0.0f, float_of(0x7fc00000u)};
+  if (peak < kTiny) return {0.0f, 0.0f};
+  return {127.0f / peak, peak / 127.0f};
+}
+
+inline void codes_of_row(const float* x, int n, float factor, float inverse, int8_t* codes) {
+  for (int i = 0; i < n; i++) {
+    float c = round_even((x[i] * factor) * inverse);
+    c = c > 127.0f ? 127.0f : c;
+    c = c < -127.0f ? -127.0f : c;
+    c = c == c ? c : 0.0f;
+    codes[i] = int8_t(int32_t(c));
+  }
+}
+
+inline void quantise_row(const float* x, int n, float factor, int row, int G, const Activation& a) {
+  const Quantiser q = quantiser_of(x, n, factor);
+  a.scale[row] = q.scale;
+  const int I = a.interleave;
+  int8_t* block = a.codes + int64_t(row / I) * I * a.stride + row % I * 4;
+  int32_t* sums = a.sums + int64_t(row) * a.groups;
+  int8_t codes[kMaxGroup];
+  for (int g = 0; g < a.groups; g++, block += int64_t(G) * I) {
+    const int left = n - g * G, count = left < G ? left : G;
+    codes_of_row(x + g * G, count, factor, q.inverse, codes);
+    std::memset(codes + count, 0, size_t(G - count));
+    int32_t sum = 0;
+    for (int i = 0; i < G; i++) sum += codes[i];
+    sums[g] = sum;
+    if (I == 1)
+      std::memcpy(block, codes, size_t(G));
+    else
+      for (int i = 0; i < G; i += 4) std::memcpy(block + i * I, codes + i, 4);
+  }
+}
+
+void quantise(const float* x, int n, int row, int G, const Activation& a) {
+  quantise_row(x, n, 1.0f, row, G, a);
+}
+
+void norm_quantise(const float* x, int n, float eps, int row, int G, const Activation& a) {
+  quantise_row(x, n, inverse_rms(x, n, eps), row, G, a);
+}
+
+void silu_mul_quantise(const float* gate_up, int n, int row, int G, const Activation& a,
+                       float* scratch) {
+  const float *gate = gate_up, *up = gate_up + n;
+  for (int i = 0; i < n; i++) {
+    const float g = gate[i];
+    const float e = exp_nonpositive(-std::fabs(g));
+    const float s = (g >= 0.0f ? 1.0f : e) / (1.0f + e);
+    scratch[i] = (g * s) * up[i];
+  }
+  quantise(scratch, n, row, G, a);
+}
+
+// fp16 and back, in integers
+
+inline float half_to_float(uint16_t h) {
+  // the exponent of fp16 in the place of fp32's, then 2^112: subnormals come out right as well
+  const float scaled = float_of(uint32_t(h & 0x7fffu) << 13) * 0x1p112f;
+  const uint32_t special = (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  return float_of(bits_of(scaled) | special | (uint32_t(h & 0x8000u) << 16));
+}
+
+// the smallest fp16 number >= x, for x >= 0; at most 65504
+inline uint16_t half_up(float x) {
+  if (!(x == x)) return 0x7e00u;
+  if (x >= 65504.0f) return 0x7bffu;
+  uint32_t h;
+  if (x < 0x1p-14f) {
+    const float scaled = x * 0x1p24f;  // exact: whole steps of the subnormals
+    h = uint32_t(scaled);
+    if (float(h) < scaled) h++;
+  } else {
+    const uint32_t u = bits_of(x) - (112u << 23);
+    h = u >> 13;
+    if (u & 0x1fffu) h++;
+  }
+  return uint16_t(h);
+}
+
+void argmax(const float* x, int n, float* best, int32_t* index, bool* finite) {
+  const int whole = n / 16 * 16;
+  float most = whole ? max_of(x, whole) : x[0];
+  for (int i = whole; i < n; i++) most = x[i] > most ? x[i] : most;
+  *finite = bits_of(peak_of(x, n)) < 0x7f800000u;
+  *best = most;
+  int at = 0;
+  while (at < n - 1 && x[at] != most) at++;
+  *index = at;
+}
+
+uint64_t checksum(const uint8_t* data, int64_t bytes) {
+  uint64_t lanes[64] = {};
+  for (int64_t i = 0; i + 512 <= bytes; i += 512)
+    for (int l = 0; l < 64; l++) {
+      uint64_t word;
+      std::memcpy(&word, data + i + 8 * l, 8);
+      lanes[l] += word;
+    }
+  uint64_t sum = 0;
+  for (uint64_t lane : lanes) sum += lane;
+  return sum;
+}

@@ -1,0 +1,68 @@
+// The nested linear for one instruction set, over `Tile<w8, M>` which the including file defines:
+//
+//   Tile<w8, M>::run(L, tile, codes, stride, interleave, sums, groups, acc)
+//
+// acc[h * M + m][n] = sum_g mult[n][g] * (sum_k code[n][k] * codes[m][k]) for row n of half h of a
+// tile: an exact integer, times 16 in w4, rounded once to fp32. What is left, (acc * x_scale) * S +
+// bias + residual, is here. kTileRows: the most rows of activations (M) at a time.
+
+// 16 floats, in as many registers as the instruction set needs
+using Lanes [[gnu::vector_size(64), gnu::aligned(4), gnu::may_alias]] = float;
+
+inline void finish_half(const Linear& L, int first, const float* acc, float x_scale, float* y,
+                        const float* residual) {
+  Lanes value = *reinterpret_cast<const Lanes*>(acc) * x_scale;
+  value = value * *reinterpret_cast<const Lanes*>(L.scale + first);
+  if (L.bias) value = value + *reinterpret_cast<const Lanes*>(L.bias + first);
+  const int width = L.N - first;
+  if (width >= kRows) {
+    if (residual) value = *reinterpret_cast<const Lanes*>(residual + first) + value;
+    *reinterpret_cast<Lanes*>(y + first) = value;
+    return;
+  }
+  for (int n = 0; n < width; n++)
+    y[first + n] = residual ? residual[first + n] + value[n] : value[n];
+}
+
+template <bool w8, int M>
+void linear_rows(const Linear& L, const Activation& a, int row0, int tile, float* y,
+                 int64_t y_stride, const float* residual) {
+  alignas(64) float acc[kHalves * M][kRows];
+  Tile<w8, M>::run(L, tile, a.codes + int64_t(row0) * a.stride, a.stride, a.interleave,
+                   a.sums + int64_t(row0) * a.groups, a.groups, acc);
+  for (int m = 0; m < M; m++) {
+    const int64_t at = (row0 + m) * y_stride;
+    for (int h = 0; h < kHalves; h++)
+      finish_half(L, tile * kTile + h * kRows, acc[h * M + m], a.scale[row0 + m], y + at,
+                  residual ? residual + at : nullptr);
+  }
+}
+
+template <bool w8>
+void linear_tile(const Linear& L, const Activation& a, int rows, int tile, float* y,
+                 int64_t y_stride, const float* residual) {
+  int row = 0;
+  for (; rows - row >= kTileRows; row += kTileRows)
+    linear_rows<w8, kTileRows>(L, a, row, tile, y, y_stride, residual);
+  switch (rows - row) {
+    case 7: return linear_rows<w8, 7>(L, a, row, tile, y, y_stride, residual);
+    case 6: return linear_rows<w8, 6>(L, a, row, tile, y, y_stride, residual);
+    case 5: return linear_rows<w8, 5>(L, a, row, tile, y, y_stride, residual);
+    case 4: return linear_rows<w8, 4>(L, a, row, tile, y, y_stride, residual);
+    case 3: return linear_rows<w8, 3>(L, a, row, tile, y, y_stride, residual);
+    case 2: return linear_rows<w8, 2>(L, a, row, tile, y, y_stride, residual);
+    case 1: return linear_rows<w8, 1>(L, a, row, tile, y, y_stride, residual);
+    default: return;
+  }
+}
+
+void linear(const Linear& L, bool w8, const Activation& a, int rows, int tile0, int tile1, float* y,
+            int64_t y_stride, const float* residual) {
+  // all rows over one tile before the next: its weights stay in the first cache
+  for (int tile = tile0; tile < tile1; tile++) {
+    if (w8)
+      linear_tile<true>(L, a, rows, tile, y, y_stride, residual);
+    else
+      linear_tile<false>(L, a, rows, tile, y, y_stride, residual);
+  }
+}

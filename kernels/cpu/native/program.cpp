@@ -1,0 +1,278 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace edge {
+
+namespace {
+
+constexpr int64_t kChunkBytes = 64 << 10;  // of weights: a few microseconds of work
+constexpr int kRowsAChunk = 8;             // of a long pass, for ops that go row by row
+constexpr int kBlocksAChunk = 4;           // of the cache, where attention splits it
+
+int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
+
+}  // namespace
+
+Program::Program(Model& model, const Op* ops, int count, const int32_t* widths, int registers)
+    : model_(model), ops_(ops, ops + count), registers_(size_t(registers)) {
+  for (int i = 0; i < registers; i++) registers_[size_t(i)] = {widths[i], {}, {}, {}, {}, false};
+  for (const Op& op : ops_) {
+    const bool quantises =
+        op.kind == kNormQuantise || op.kind == kQuantise || op.kind == kSiluMulQuantise;
+    if (quantises) registers_[size_t(op.out)].quantised = true;
+  }
+  chunks_.resize(ops_.size());
+  scratch_.resize(size_t(model.pool->threads()));
+}
+
+int64_t Program::workspace_bytes() const {
+  int64_t bytes = int64_t(partial_.capacity()) * 4;
+  for (const Register& r : registers_)
+    bytes += int64_t(r.x.capacity() + r.scale.capacity() + r.sums.capacity()) * 4 +
+             int64_t(r.codes.capacity());
+  for (const auto& s : scratch_) bytes += int64_t(s.capacity()) * 4;
+  return bytes;
+}
+
+void Program::grow(int rows, int blocks) {
+  const Geometry& g = model_.geometry;
+  const Isa& isa = *model_.isa;
+  const int G = g.group_size;
+  if (rows > rows_) {
+    rows_ = rows;
+    for (Register& r : registers_) {
+      if (r.quantised) {
+        const int stride = ceil_div(r.width, G) * G;
+        r.codes.assign(size_t(ceil_div(rows, isa.interleave) * isa.interleave) * size_t(stride), 0);
+        r.scale.assign(size_t(rows), 0);
+        r.sums.assign(size_t(rows) * size_t(stride / G), 0);
+      } else {
+        r.x.assign(size_t(rows) * size_t(r.width), 0);
+      }
+    }
+  }
+  const int few = std::min(batch_.M, kFewRows);
+  const size_t one = size_t(blocks) * size_t(2 + g.head_dim);
+  if (batch_.M <= kFewRows) partial_.resize(std::max(partial_.size(), one * few * g.num_heads));
+  size_t own = 0;
+  for (const Register& r : registers_) own = std::max(own, size_t(r.width));
+  if (batch_.M > kFewRows) own = std::max(own, one * kMaxQuery);
+  for (auto& s : scratch_)
+    if (s.size() < own) s.resize(own);
+}
+
+int Program::tiles_a_chunk(const Op& op) const {
+  const Linear& L = model_.linears[size_t(op.weight)];
+  const int64_t tile = int64_t(L.Kp) * (kTile / 2) * (op.w8 ? 2 : 1);
+  return int(std::max<int64_t>(1, kChunkBytes / tile));
+}
+
+int Program::chunks_of(const Op& op) const {
+  const Geometry& g = model_.geometry;
+  const int M = batch_.M, group = g.num_heads / g.num_kv_heads;
+  const int by_rows = M <= kFewRows ? M : ceil_div(M, kRowsAChunk);
+  switch (op.kind) {
+    case kLinear:
+    case kHead: {
+      const Linear& L = model_.linears[size_t(op.weight)];
+      return ceil_div(ceil_div(L.N, kTile), tiles_a_chunk(op));
+    }
+    case kRopeKv: return g.num_kv_heads;
+    case kAttention: {
+      const int each = std::max(1, kMaxQuery / group);
+      if (M > kFewRows) return g.num_kv_heads * ceil_div(M, std::min(each, 4));
+      return g.num_kv_heads * ceil_div(M, each) * ceil_div(blocks_, kBlocksAChunk);
+    }
+    case kCombine: return M <= kFewRows ? M : 0;
+    case kSelectRows: return 1;
+    default: return op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : by_rows;
+  }
+}
+
+void Program::run(const Batch& batch, Cache& cache) {
+  batch_ = batch;
+  cache_ = &cache;
+  int64_t last = 0;
+  for (int i = 0; i < batch.M; i++) last = std::max(last, batch.positions[i]);
+  blocks_ = int(last / kBlock) + 1;
+  grow(batch.M, blocks_);
+  head_rows_ = -1;
+  for (size_t i = 0; i < ops_.size(); i++) {
+    if (ops_[i].kind == kSelectRows) head_rows_ = ops_[i].out;
+    chunks_[i] = batch.skip >> ops_[i].kind & 1 ? 0 : chunks_of(ops_[i]);
+    if (ops_[i].kind == kHead) {
+      head_left_.store(chunks_[i]);
+      best_.resize(std::max(best_.size(), size_t(chunks_[i]) * size_t(batch.num_logits)));
+    }
+  }
+  model_.pool->run(*this, chunks_.data(), int(ops_.size()));
+}
+
+void Program::chunk(int number, int index, int thread) {
+  const Op& op = ops_[size_t(number)];
+  switch (op.kind) {
+    case kEmbed: {
+      const int each = batch_.M <= kFewRows ? 1 : kRowsAChunk;
+      for (int r = index * each; r < std::min(batch_.M, (index + 1) * each); r++) embed(op, r);
+      return;
+    }
+    case kLinear: return linear(op, index);
+    case kHead: return head(op, index);
+    case kRopeKv: return rope(op, index);
+    case kAttention: return attention(op, index, thread);
+    case kCombine: return combine(op, index);
+    case kSelectRows: return select(op);
+    default: return quantise(op, index, thread);
+  }
+}
+
+Activation Program::activation(int number, int rows) {
+  Register& r = registers_[size_t(number)];
+  const int G = model_.geometry.group_size, groups = ceil_div(r.width, G);
+  const int interleave = rows == 1 ? 1 : model_.isa->interleave;
+  return {r.codes.data(), r.scale.data(), r.sums.data(), groups * G, groups, interleave};
+}
+
+void Program::embed(const Op& op, int row) {
+  const int H = model_.geometry.hidden_size;
+  float* out = floats(op.out) + int64_t(row) * H;
+  if (batch_.rows) {
+    std::memcpy(out, batch_.rows + int64_t(row) * H, sizeof(float) * size_t(H));
+    return;
+  }
+  const int64_t id = batch_.ids[row];
+  const int8_t* codes = model_.embedding + id * H;
+  const float scale = model_.embedding_scale[id];
+  for (int i = 0; i < H; i++) out[i] = float(codes[i]) * scale;
+}
+
+void Program::select(const Op& op) {
+  const int H = model_.geometry.hidden_size;
+  const float* from = floats(op.a) + int64_t(batch_.M - batch_.num_logits) * H;
+  std::memcpy(floats(op.out), from, sizeof(float) * size_t(H) * size_t(batch_.num_logits));
+}
+
+void Program::quantise(const Op& op, int index, int thread) {
+  const bool head = op.a == head_rows_;
+  const int rows = head ? batch_.num_logits : batch_.M;
+  const int each = head || batch_.M <= kFewRows ? 1 : kRowsAChunk;
+  const int width = registers_[size_t(op.a)].width, G = model_.geometry.group_size;
+  const Activation a = activation(op.out, rows);
+  const Isa& isa = *model_.isa;
+  for (int r = index * each; r < std::min(rows, (index + 1) * each); r++) {
+    const float* x = floats(op.a) + int64_t(r) * width;
+    if (op.kind == kNormQuantise)
+      isa.norm_quantise(x, width, op.eps, r, G, a);
+    else if (op.kind == kQuantise)
+      isa.quantise(x, width, r, G, a);
+    else
+      isa.silu_mul_quantise(x, width / 2, r, G, a, scratch_[size_t(thread)].data());
+  }
+}
+
+void Program::linear(const Op& op, int index) {
+  const Linear& L = model_.linears[size_t(op.weight)];
+  const int each = tiles_a_chunk(op), tiles = ceil_div(L.N, kTile);
+  const float* residual = op.residual < 0 ? nullptr : floats(op.residual);
+  model_.isa->linear(L, op.w8, activation(op.a, batch_.M), batch_.M, index * each,
+                     std::min(tiles, (index + 1) * each), floats(op.out), L.N, residual);
+}
+
+void Program::head(const Op& op, int index) {
+  const Linear& L = model_.linears[size_t(op.weight)];
+  const int each = tiles_a_chunk(op), tiles = ceil_div(L.N, kTile);
+  const int tile0 = index * each, tile1 = std::min(tiles, (index + 1) * each);
+  const int rows = batch_.num_logits;
+  model_.isa->linear(L, op.w8, activation(op.a, rows), rows, tile0, tile1, batch_.logits,
+                     batch_.stride, nullptr);
+  const int first = tile0 * kTile;
+  const int width = std::min(tile1 * kTile, model_.geometry.num_tokens) - first;
+  for (int r = 0; r < batch_.num_logits; r++) {
+    Best& best = best_[size_t(index) * size_t(batch_.num_logits) + size_t(r)];
+    best = {0, -1, true};
+    if (width <= 0) continue;
+    model_.isa->argmax(batch_.logits + r * batch_.stride + first, width, &best.value, &best.index,
+                       &best.finite);
+    best.index += first;
+  }
+  if (head_left_.fetch_sub(1) == 1) finish_head();
+}
+
+void Program::finish_head() {
+  const int n = batch_.num_logits;
+  const int chunks = chunks_.back();
+  *batch_.finite = 1;
+  for (int r = 0; r < n; r++) {
+    Best most = best_[size_t(r)];
+    for (int c = 0; c < chunks; c++) {
+      const Best& best = best_[size_t(c) * size_t(n) + size_t(r)];
+      if (best.index < 0) continue;
+      if (!best.finite) *batch_.finite = 0;
+      if (best.value > most.value) most = best;
+    }
+    batch_.best[r] = most.index;
+  }
+}
+
+void Program::rope(const Op& op, int kv_head) {
+  const Geometry& g = model_.geometry;
+  const int64_t q_width = int64_t(g.num_heads) * g.head_dim;
+  const int64_t width = q_width + 2 * int64_t(g.num_kv_heads) * g.head_dim;
+  const CacheLayer layer = cache_->layer(op.layer);
+  for (int r = 0; r < batch_.M; r++)
+    model_.isa->rope_kv(g, floats(op.a) + r * width, model_.cos, model_.sin, op.q_norm, op.k_norm,
+                        op.eps, kv_head, batch_.positions[r], floats(op.out) + r * q_width, layer);
+}
+
+void Program::attention(const Op& op, int index, int thread) {
+  const Geometry& g = model_.geometry;
+  const int group = g.num_heads / g.num_kv_heads, D = g.head_dim, M = batch_.M;
+  const bool few = M <= kFewRows;
+  const int each = few ? std::max(1, kMaxQuery / group) : std::min(4, std::max(1, kMaxQuery / group));
+  const int ranges = few ? ceil_div(blocks_, kBlocksAChunk) : 1, row_parts = ceil_div(M, each);
+  const int range = index % ranges, part = index / ranges % row_parts;
+  AttentionPart a{};
+  a.q = floats(op.a);
+  a.positions = batch_.positions;
+  a.full_from = batch_.full_from;
+  a.kv_head = index / ranges / row_parts;
+  a.row0 = part * each;
+  a.rows = std::min(each, M - a.row0);
+  const int64_t one = 2 + D;
+  if (few) {
+    a.block0 = range * kBlocksAChunk;
+    a.block1 = std::min(blocks_, a.block0 + kBlocksAChunk);
+    a.partial_stride = blocks_ * one;
+    // query vectors of a row and kv head are neighbours: [kv head][row][query of the group]
+    a.partial = partial_.data() + (int64_t(a.kv_head) * M + a.row0) * group * a.partial_stride +
+                a.block0 * one;
+    model_.isa->attention(g, cache_->layer(op.layer), a);
+    return;
+  }
+  int64_t last = 0;
+  for (int r = a.row0; r < a.row0 + a.rows; r++) last = std::max(last, batch_.positions[r]);
+  a.block1 = int(last / kBlock) + 1;
+  a.partial_stride = a.block1 * one;
+  a.partial = scratch_[size_t(thread)].data();
+  model_.isa->attention(g, cache_->layer(op.layer), a);
+  for (int i = 0; i < a.rows * group; i++) {
+    const int64_t row = a.row0 + i / group, head = a.kv_head * group + i % group;
+    model_.isa->combine(g, a.partial + i * a.partial_stride, a.block1,
+                        floats(op.out) + (row * g.num_heads + head) * D);
+  }
+}
+
+void Program::combine(const Op& op, int row) {
+  const Geometry& g = model_.geometry;
+  const int group = g.num_heads / g.num_kv_heads;
+  const int64_t stride = blocks_ * int64_t(2 + g.head_dim);
+  for (int h = 0; h < g.num_heads; h++) {
+    const int64_t vector = (int64_t(h / group) * batch_.M + row) * group + h % group;
+    model_.isa->combine(g, partial_.data() + vector * stride, blocks_,
+                        floats(op.out) + (int64_t(row) * g.num_heads + h) * g.head_dim);
+  }
+}
+
+}  // namespace edge

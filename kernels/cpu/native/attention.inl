@@ -130,16 +130,20 @@ struct Queries {
   int32_t count;
 };
 
-// Weights of 64 tokens as two int8 limbs, w = 128 (high + 128) + low, then a row of ones.
+// Weights of 64 tokens as two int8 limbs, w = 128 (high + 128) + low, then a row of ones. The offset
+// of the codes leaves all at once, with the sum of the weights.
 struct Weights {
   int8_t limbs[(2 * kMaxQuery + 1) * kBlock];
-  int32_t sums[2 * kMaxQuery + 1];
+  int32_t sums[kMaxQuery];
   float step[kMaxQuery];
 };
 
+constexpr int32_t kNoSums[2 * kMaxQuery + 1] = {};
+
 // One query vector against 64 scores: block maximum, sum, fixed-point weights.
 void softmax_block(const int32_t* dots, float factor, int shift, const float* ks, const float* vs,
-                   int visible, float* partial, int8_t* high, int8_t* low, float* step) {
+                   int visible, float* partial, int8_t* high, int8_t* low, int32_t* sum,
+                   float* step) {
   float s[kBlock], w[kBlock];
   for (int t = 0; t < kBlock; t++) {
     s[t] = (float(dots[t] * shift) * factor) * ks[t];
@@ -154,11 +158,14 @@ void softmax_block(const int32_t* dots, float factor, int shift, const float* ks
   float peak = max_of(w, kBlock);
   if (!(peak >= kTiny)) peak = 0;
   const float inverse = peak > 0 ? 32767.0f / peak : 0.0f;
+  int32_t total = 0;
   for (int t = 0; t < kBlock; t++) {
     const int32_t i = int32_t(round_even(w[t] * inverse));
     high[t] = int8_t((i >> 7) - 128);
     low[t] = int8_t(i & 127);
+    total += i;
   }
+  *sum = total;
   partial[0] = most;
   partial[1] = sum_lanes(lanes);
   *step = peak / 32767.0f;
@@ -187,23 +194,23 @@ void attend_block(const CacheLayer& cache, const uint8_t* rec, int D, bool full,
   Weights w;
   for (int i = 0; i < count; i++) {
     softmax_block(dots + i * kBlock, q.scale[first + i], shift, ks, vs, visible[i], partial[i],
-                  w.limbs + 2 * i * kBlock, w.limbs + (2 * i + 1) * kBlock, &w.step[i]);
-    for (int j = 2 * i; j < 2 * i + 2; j++) w.sums[j] = sum_bytes(w.limbs + j * kBlock, kBlock);
+                  w.limbs + 2 * i * kBlock, w.limbs + (2 * i + 1) * kBlock, &w.sums[i], &w.step[i]);
   }
   std::memset(w.limbs + 2 * count * kBlock, 1, kBlock);
-  w.sums[2 * count] = kBlock;
   for (int tile = 0; tile < Dv / kRows; tile++) {
     const uint8_t* base = rec + kBlock * Dk + tile * kBlock * 8;
     int32_t sums[(2 * kMaxQuery + 1) * kRows];
-    dots16(base, full ? base + kBlock * Dv / 2 : nullptr, kBlock, w.limbs, kBlock, w.sums,
+    dots16(base, full ? base + kBlock * Dv / 2 : nullptr, kBlock, w.limbs, kBlock, kNoSums,
            2 * count + 1, sums, kRows);
     const int32_t* ones = sums + 2 * count * kRows;
     const int width = D - tile * kRows < kRows ? D - tile * kRows : kRows;
     for (int i = 0; i < count; i++) {
       const int32_t *high = sums + 2 * i * kRows, *low = high + kRows;
-      float* out = partial[i] + 2 + tile * kRows;
-      for (int d = 0; d < width; d++)
-        out[d] = float(shift * (128 * (high[d] + 128 * ones[d]) + low[d])) * w.step[i];
+      float value[kRows];
+      const int32_t offset = (full ? 136 : 8) * w.sums[i];
+      for (int d = 0; d < kRows; d++)
+        value[d] = float(shift * (128 * (high[d] + 128 * ones[d]) + low[d] - offset)) * w.step[i];
+      std::memcpy(partial[i] + 2 + tile * kRows, value, sizeof(float) * size_t(width));
     }
   }
 }

@@ -204,27 +204,21 @@ void dots_rows(const uint8_t* base, const uint8_t* refine, int K, const int8_t* 
   store(s, out, out_stride);
 }
 
-template <bool w8>
+template <bool w8, int M>
 void dots_view(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
                const int32_t* sums, int rows, int32_t* out, int out_stride) {
-  int m = 0;
-  for (; m + 6 <= rows; m += 6)
-    dots_rows<w8, 6>(base, refine, K, a + m * stride, stride, sums + m, out + m * out_stride,
-                     out_stride);
-  for (; m + 3 <= rows; m += 3)
-    dots_rows<w8, 3>(base, refine, K, a + m * stride, stride, sums + m, out + m * out_stride,
-                     out_stride);
-  for (; m < rows; m++)
-    dots_rows<w8, 1>(base, refine, K, a + m * stride, stride, sums + m, out + m * out_stride,
-                     out_stride);
+  for (; rows >= M; rows -= M, a += M * stride, sums += M, out += M * out_stride)
+    dots_rows<w8, M>(base, refine, K, a, stride, sums, out, out_stride);
+  if constexpr (M > 1)
+    if (rows) dots_view<w8, M - 1>(base, refine, K, a, stride, sums, rows, out, out_stride);
 }
 
 inline void dots16(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
                    const int32_t* sums, int rows, int32_t* out, int out_stride) {
   if (refine)
-    dots_view<true>(base, refine, K, a, stride, sums, rows, out, out_stride);
+    dots_view<true, kTileRows>(base, refine, K, a, stride, sums, rows, out, out_stride);
   else
-    dots_view<false>(base, base, K, a, stride, sums, rows, out, out_stride);
+    dots_view<false, kTileRows>(base, base, K, a, stride, sums, rows, out, out_stride);
 }
 
 #include "linear.inl"

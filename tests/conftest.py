@@ -1,6 +1,8 @@
 """The path guard, and fixtures that several test folders use.
 
-BITNEST_REQUIRE=model turns "the model cannot be fetched here" from a skip into a failure.
+BITNEST_REQUIRE turns a skip into a failure: `model` where the model cannot be fetched, `native`
+where the native kernels cannot be built or loaded, `aarch64` where they cannot be built and run for
+Arm.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -45,6 +48,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a developer's own settings out of the tests; the cache folder stays the user's."""
     for name in ("BITNEST_DEBUG", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def give_up() -> Callable[[str, str], None]:
+    """`_give_up`, for tests that need tools or a library."""
+    return _give_up
 
 
 @pytest.fixture(scope="session")

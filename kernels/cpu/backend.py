@@ -330,7 +330,7 @@ class CpuBackend:
         """Return the native program, and whether it makes logits."""
         found = self._programs.get(id(program))
         if found is None:
-            found = (program, self._compile(program), isinstance(program[-1], ops.Linear))
+            found = (program, self._compile(program), program[-1].out == "logits")
             self._programs[id(program)] = found
         return found[1:]
 
@@ -383,7 +383,7 @@ class CpuBackend:
                 case ops.Linear(a, weight, out, view, residual):
                     number, N = self._linears[weight]
                     fields = {"a": read(a), "weight": number, "w8": view == "w8"}
-                    if op is program[-1]:
+                    if out == "logits":
                         emit("head", **fields)
                         continue
                     rest = -1 if residual is None else read(residual)

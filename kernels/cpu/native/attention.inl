@@ -155,8 +155,8 @@ void softmax_block(const int32_t* dots, float factor, int shift, const float* ks
   float lanes[32];
   for (int l = 0; l < 32; l++) lanes[l] = s[l] + s[l + 32];
   for (int t = 0; t < kBlock; t++) w[t] = t < visible ? s[t] * vs[t] : 0.0f;
-  float peak = max_of(w, kBlock);
-  if (!(peak >= kTiny)) peak = 0;
+  float peak = peak_of(w, kBlock);  // NaN of a broken V wins, and makes the step NaN
+  if (peak < kTiny) peak = 0;
   const float inverse = peak > 0 ? 32767.0f / peak : 0.0f;
   int32_t total = 0;
   for (int t = 0; t < kBlock; t++) {

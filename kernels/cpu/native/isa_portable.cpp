@@ -9,19 +9,36 @@ namespace {
 
 constexpr int kTileRows = 4;
 
+constexpr int kLanes = 8;   // int16 in a register of 16 bytes, which every processor of today has
+constexpr int kChunks = 8;  // as many as int16 can add up: 2 · 8 · 15 · 128 < 2^15
+
+// sum[j] += nibbles of byte j times activations j mod 4, low and high half of the group
+inline void add_chunk(const uint8_t* plane, const int16_t* low, const int16_t* high, int16_t* sum) {
+  for (int v = 0; v < 4 * kRows; v += kLanes)
+    for (int l = 0; l < kLanes; l++) {
+      const int16_t x = plane[v + l];
+      sum[v + l] = int16_t(sum[v + l] + (x & 15) * low[l] + (x >> 4) * high[l]);
+    }
+}
+
 template <bool w8>
 inline void group_dot(const uint8_t* base, const uint8_t* refine, int step, int G, const int8_t* a,
                       int32_t sum, int32_t* acc) {
   constexpr int offset = w8 ? 136 : 8;
   for (int n = 0; n < kRows; n++) acc[n] = -offset * sum;
-  for (int c = 0; c < G / 8; c++, base += step, refine += step)
+  for (int first = 0; first < G / 8; first += kChunks) {
+    int16_t b[4 * kRows] = {}, r[4 * kRows] = {};
+    const int end = first + kChunks < G / 8 ? first + kChunks : G / 8;
+    for (int c = first; c < end; c++) {
+      int16_t low[kLanes], high[kLanes];
+      for (int l = 0; l < kLanes; l++) low[l] = a[4 * c + l % 4];
+      for (int l = 0; l < kLanes; l++) high[l] = a[G / 2 + 4 * c + l % 4];
+      add_chunk(base + step * c, low, high, b);
+      if (w8) add_chunk(refine + step * c, low, high, r);
+    }
     for (int n = 0; n < kRows; n++)
-      for (int i = 0; i < 4; i++) {
-        const int b = base[4 * n + i], r = refine[4 * n + i];
-        const int low = w8 ? ((b & 15) << 4) | (r & 15) : b & 15;
-        const int high = w8 ? (b & 0xf0) | (r >> 4) : b >> 4;
-        acc[n] += low * a[4 * c + i] + high * a[G / 2 + 4 * c + i];
-      }
+      for (int i = 4 * n; i < 4 * n + 4; i++) acc[n] += w8 ? 16 * b[i] + r[i] : b[i];
+  }
 }
 
 template <bool w8, int M>

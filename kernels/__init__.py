@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from edge_runtime.errors import BackendUnavailable, UsageError
+from edge_runtime.errors import BackendUnavailable, UsageError, cut
 from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
@@ -43,7 +43,9 @@ def choose_backend(name: str) -> tuple[str, str]:
         reasons = "; ".join(f"{n}: {r}" for n, (_, r) in status.items())
         raise BackendUnavailable(f"no backend can run here ({reasons})", TORCH_HINT)
     if name not in status:
-        raise UsageError(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {name!r}")
+        raise UsageError(
+            f"backend: expected auto or one of {', '.join(BACKENDS)}, got {cut(name)!r}"
+        )
     ok, reason = status[name]
     if not ok:
         hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"

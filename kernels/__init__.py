@@ -12,7 +12,7 @@ from edge_runtime.errors import BackendUnavailable, UsageError, cut
 from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
-RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
+RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -57,13 +57,14 @@ def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
     """Upper estimate of what a backend holds besides the KV cache."""
     assert backend == "reference", backend
     views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
+    mult = num_weights // 64 * 2 * 8  # one fp64 number a group in each
     wide = num_embedding * 8  # the largest linear once in fp64, for prompts
-    return views + wide + num_embedding + RUNTIME_BYTES
+    return views + mult + wide + num_embedding + RUNTIME_BYTES
 
 
 def float_fixed_bytes(num_weights: int, num_embedding: int) -> int:
     """Upper estimate of what the unquantised model (`--view fp`) holds besides its KV cache."""
-    loading = 3 * num_embedding * 4  # the largest tensor as it comes: dequantised, copied, checked
+    loading = 2 * num_embedding * 4  # a large tensor as it comes; the largest come first
     return (num_weights + num_embedding) * 4 + loading + RUNTIME_BYTES
 
 

@@ -12,6 +12,7 @@ Dequantisation is left to the `gguf` package. Split files and big-endian files a
 
 from __future__ import annotations
 
+import mmap
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -135,6 +136,11 @@ class GgufFile:
         info = self.tensors[name]
         raw = self._map[info.offset : info.offset + info.num_bytes]
         return raw.reshape(*info.shape[:-1], -1)
+
+    def release(self) -> None:
+        """Give the pages of the mapped file back; what is used again is read again."""
+        if self._map is not None:
+            self._map._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Drop the mapping; views handed out keep it alive until they go."""

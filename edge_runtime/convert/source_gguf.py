@@ -89,6 +89,7 @@ class GgufSource:
         gguf_name = self._names[name]
         info = self._file.tensors[gguf_name]
         values = torch.from_numpy(_dequantise(self._file, gguf_name)).reshape(info.shape)
+        self._file.release()
         part = name.split(".")[2:3]
         if self.spec.architecture == "llama" and part in (["q"], ["k"]):
             heads = self.spec.num_heads if part == ["q"] else self.spec.num_kv_heads
@@ -149,11 +150,9 @@ def _dequantise(file: GgufFile, name: str) -> np.ndarray[Any, np.dtype[np.float3
     from gguf.quants import dequantize
 
     raw, kind = file.data(name), file.tensors[name].type
-    if kind in _FLOAT_TYPES:
-        values = raw.view(_FLOAT_TYPES[kind])
-    else:
-        values = dequantize(raw, GGMLQuantizationType(kind))
-    return np.array(values, dtype=np.float32)  # a copy: writable, independent of the mapping
+    if kind in _FLOAT_TYPES:  # a copy: writable, independent of the mapping
+        return np.array(raw.view(_FLOAT_TYPES[kind]), dtype=np.float32)
+    return np.require(dequantize(raw, GGMLQuantizationType(kind)), np.float32, ["C", "W"])
 
 
 def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -8,6 +8,13 @@ the command line turns it into an `InternalError`.
 
 from __future__ import annotations
 
+MAX_CHARS = 800  # of a message or a hint
+
+
+def cut(text: str, limit: int = 60) -> str:
+    """Return text as a message quotes it: of what is long, the beginning."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
 
 class BitnestError(Exception):
     """Base of all expected errors. `message` is one line, `hint` says what to do next."""
@@ -16,11 +23,16 @@ class BitnestError(Exception):
     http_status = 400
 
     def __init__(self, message: str, hint: str = "") -> None:
-        # Names quoted from a broken file may hold anything, terminal escapes included.
-        message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(_bounded(message))
+        self.message = _bounded(message)
+        self.hint = _bounded(hint)
+
+
+def _bounded(text: str) -> str:
+    """Names quoted from a broken file may hold anything, terminal escapes and a novel included."""
+    if len(text) > MAX_CHARS:
+        text = text[: MAX_CHARS // 2] + " … " + text[-MAX_CHARS // 4 :]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class InternalError(BitnestError):

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 
-from edge_runtime.errors import BackendUnavailable, UsageError
+from edge_runtime.errors import BackendUnavailable, UsageError, cut
 from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
+<<<<<<< HEAD
 RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
 CPU_RUNTIME_BYTES = 120 << 20  # interpreter, tokenizer, activations of a chunk of a prompt
+=======
+RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
+>>>>>>> fixes
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -53,7 +57,9 @@ def choose_backend(name: str) -> tuple[str, str]:
         reasons = "; ".join(f"{n}: {r}" for n, (_, r) in status.items())
         raise BackendUnavailable(f"no backend can run here ({reasons})", TORCH_HINT)
     if name not in status:
-        raise UsageError(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {name!r}")
+        raise UsageError(
+            f"backend: expected auto or one of {', '.join(BACKENDS)}, got {cut(name)!r}"
+        )
     ok, reason = status[name]
     if not ok:
         hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"
@@ -67,13 +73,14 @@ def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
         return num_weights + num_weights // 16 + num_embedding + CPU_RUNTIME_BYTES
     assert backend == "reference", backend
     views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
+    mult = num_weights // 64 * 2 * 8  # one fp64 number a group in each
     wide = num_embedding * 8  # the largest linear once in fp64, for prompts
-    return views + wide + num_embedding + RUNTIME_BYTES
+    return views + mult + wide + num_embedding + RUNTIME_BYTES
 
 
 def float_fixed_bytes(num_weights: int, num_embedding: int) -> int:
     """Upper estimate of what the unquantised model (`--view fp`) holds besides its KV cache."""
-    loading = 3 * num_embedding * 4  # the largest tensor as it comes: dequantised, copied, checked
+    loading = 2 * num_embedding * 4  # a large tensor as it comes; the largest come first
     return (num_weights + num_embedding) * 4 + loading + RUNTIME_BYTES
 
 

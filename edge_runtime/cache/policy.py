@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_runtime.errors import UsageError
+from edge_runtime.errors import UsageError, cut
 from edge_runtime.kernels import layout
 from edge_runtime.kernels.ops import I64
 
@@ -48,6 +48,6 @@ def parse_policy(text: str) -> KvPolicy:
     if match := re.fullmatch(r"recent:([1-9][0-9]{0,8})", text):
         return KvPolicy(int(match[1]))
     raise UsageError(
-        f"KV policy: expected auto, kv8, kv4 or recent:N with N >= 1, got {text!r}",
+        f"KV policy: expected auto, kv8, kv4 or recent:N with N >= 1, got {cut(text)!r}",
         "for example --kv-policy recent:256",
     )

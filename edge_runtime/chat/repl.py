@@ -66,13 +66,17 @@ class Repl:
 
     def _step(self) -> bool:
         """Read one message and act on it; False when the user leaves."""
-        text = self._read_message()
-        word, _, rest = text.strip().partition(" ")
-        if word in ("/exit", "/quit", "/bye"):
+        text, is_line = self._read_message()
+        if not text.strip():
+            return True
+        word, *rest = text.split(maxsplit=1)
+        if not is_line:
+            self.turn(text)
+        elif word in ("/exit", "/quit", "/bye"):
             return False
-        if word.startswith("/") and (word[1:].isalpha() or word[1:] in self._commands):
-            self._command(word[1:], rest.strip())
-        elif word:
+        elif word.startswith("/") and (word[1:].isalpha() or word[1:] in self._commands):
+            self._command(word[1:], "".join(rest).strip())
+        else:
             self.turn(text)
         return True
 
@@ -98,16 +102,16 @@ class Repl:
         render.finish_answer(session.last, writer)
         self._say(render.dim(render.figures(session.last), sys.stderr))
 
-    def _read_message(self) -> str:
-        """Read one line, or several between two fences."""
+    def _read_message(self) -> tuple[str, bool]:
+        """Read one line, or several between two fences, which are never a command."""
         line = self._read_line(PROMPT)
         if not line.lstrip().startswith(FENCE):
-            return line
+            return line, True
         lines = [line.lstrip().removeprefix(FENCE)]
         while not lines[-1].rstrip().endswith(FENCE):
             lines.append(self._read_line(MORE))
         lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
-        return "\n".join(lines).strip("\n")
+        return "\n".join(lines).strip("\n"), False
 
     def _command(self, name: str, rest: str) -> None:
         if name in self._commands:

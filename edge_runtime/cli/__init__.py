@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import click
 
 from edge_runtime import __version__, log
-from edge_runtime.errors import BitnestError, BudgetError, InternalError
+from edge_runtime.errors import BitnestError, BudgetError, InternalError, cut
 
 PROGRAM = "bitnest-edge"
 
@@ -94,6 +94,7 @@ def _run(args: Sequence[str]) -> int:
         sys.stdout.flush()
         return done.exit_code
     except click.ClickException as error:
+        error.message = cut(error.message, 300)  # type: ignore[misc]  # it quotes a user
         error.show()
         return BitnestError.exit_code
     except BitnestError as error:

@@ -22,7 +22,6 @@ from edge_runtime.errors import (
     BitnestError,
     BudgetError,
     CheckpointError,
-    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -150,6 +149,7 @@ def command(
     require_torch("conversion")
     from edge_runtime.cli.model import source_path
     from edge_runtime.convert.pipeline import ConvertOptions
+    from edge_runtime.format.writer import refuse_taken
 
     options = ConvertOptions(
         group_size=None if group_size == "auto" else int(group_size),
@@ -162,8 +162,7 @@ def command(
         seed=seed,
     )
     folder = user_path(out)
-    if not folder.name or folder.exists():
-        raise UsageError(f"{folder}: already exists", "choose another folder, or remove it first")
+    refuse_taken(folder)
     done = convert_model(source_path(src), folder, options)
     for line in report_lines(done, folder):
         log.info("%s", line)

@@ -126,17 +126,20 @@ def source_path(name: str) -> Path:
 
 
 def known_name(name: str) -> str | None:
-    """Return the canonical form of a name that `pull` knows for sure, or None.
+    """Return the canonical form of a name that `pull` knows for sure, or None. Raises UsageError.
 
     `org/name` could as well be a mistyped folder, so of the Hub only `hf:org/name` counts.
     """
-    from edge_runtime.convert.pull import ALIASES, KNOWN
+    from edge_runtime.convert.pull import ALIASES, KNOWN, hub_model
 
     key = name.strip().lower()
     key = ALIASES.get(key, key)
     if key in KNOWN:
         return key
-    return name.strip() if key.startswith("hf:") else None
+    if not key.startswith("hf:"):
+        return None
+    hub_model(name.strip())  # refuse what can be no repository before anything is announced
+    return name.strip()
 
 
 def _no_model(name: str) -> CheckpointError:
@@ -162,8 +165,10 @@ def _refuse_original(path: Path) -> None:
         kind, can_convert = describe_file(path), is_gguf(path)
     elif (path / "config.json").is_file() and not (path / "manifest.json").is_file():
         kind, can_convert = "an unconverted Hugging Face folder", True
-    else:
+    elif path.is_dir():
         return
+    else:
+        kind, can_convert = describe_file(path), False
     hint = "it has manifest.json in it, and bitnest-edge convert makes it"
     if can_convert:
         out = path.absolute().name.removesuffix(".gguf") + "-nested"
@@ -192,10 +197,7 @@ def _cached_checkpoint(key: str) -> Path:
                 for line in report_lines(done, out):
                     log.info("%s", line)
     except OSError as error:
-        raise UsageError(
-            f"cannot use the cache folder {folder}: {error.strerror or error}",
-            "set BITNEST_CACHE to a folder that can be written",
-        ) from None
+        raise paths.cache_error(folder, error) from None
     return out
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from edge_runtime.errors import UsageError
+from edge_runtime import paths
+from edge_runtime.errors import UsageError, cut
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
@@ -31,7 +32,9 @@ def parse_size(text: str) -> int:
     """Return bytes: `512M`, `3GiB`, `7.5G` count in powers of 1024, `8GB` in powers of 1000."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write 512M, 7.5G, 3GiB, 8GB or a count of bytes")
+        raise ValueError(
+            f"{cut(text)!r} is not a size; write 512M, 7.5G, 3GiB, 8GB or a count of bytes"
+        )
     number, unit, suffix = match.groups()
     base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
     if len(number) > 20:
@@ -44,13 +47,7 @@ def parse_size(text: str) -> int:
 
 def user_path(text: str) -> Path:
     """Return a path that a user wrote, `~` expanded. Raises UsageError if it cannot be one."""
-    path = Path(os.path.expanduser(text))
-    try:
-        path.exists()
-    except (OSError, ValueError) as error:
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        raise UsageError(f"not a usable path: {shown} ({error.args[-1]})") from None
-    return path
+    return paths.usable(os.path.expanduser(text))
 
 
 def checked_draft(text: str) -> str:
@@ -73,9 +70,20 @@ def parse_ctx(text: str) -> int | Auto:
     """Return the context to allocate in tokens, or `auto`."""
     if text == "auto":
         return "auto"
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ValueError(f"{text!r} is not a number of tokens of at least 1, nor auto")
-    return int(text)
+    from edge_runtime.decode.arguments import digits
+
+    if (tokens := digits(text)) is None or tokens < 1:
+        raise ValueError(f"{cut(text)!r} is not a number of tokens of at least 1, nor auto")
+    return tokens
+
+
+def parse_threads(text: str) -> int:
+    """Return a number of threads."""
+    from edge_runtime.decode.arguments import MAX_THREADS, digits
+
+    if (count := digits(text)) is None or not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"{cut(text)!r} is not a number of threads from 1 to {MAX_THREADS}")
+    return count
 
 
 if TYPE_CHECKING:  # a generic in click's types; at run time only in its later versions
@@ -105,6 +113,7 @@ class Parsed(_ParamType):
 
 SIZE = Parsed("size", parse_size)
 DRAFT = Parsed("draft", checked_draft)
+THREADS = Parsed("threads", parse_threads)
 CTX = Parsed("tokens", parse_ctx)
 KV_POLICY = Parsed("policy", checked_kv_policy)
 
@@ -171,9 +180,9 @@ reserve_option = click.option(
 )
 threads_option = click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=THREADS,
     metavar="N",
-    help="CPU threads.  [default: one per core that this process may use]",
+    help="CPU threads, at most 256.  [default: one per core that this process may use]",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document as the last line of stdout."

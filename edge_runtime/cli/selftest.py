@@ -24,6 +24,7 @@ from edge_runtime.cli.options import (
     threads_option,
 )
 from edge_runtime.errors import CheckpointError, UsageError
+from edge_runtime.format.lfs import refuse_pointer
 
 if TYPE_CHECKING:
     from edge_runtime.decode.engine import Engine
@@ -206,6 +207,7 @@ def encode(engine: Engine, prompt: Any) -> list[int]:
 def read_prompts(file: Path) -> list[Any]:
     """Read prompts, as text or as messages, from JSON lines or a JSON array."""
     try:
+        refuse_pointer(file.expanduser())
         text = file.expanduser().read_text("utf-8-sig")
     except OSError as error:
         raise CheckpointError(f"cannot read prompts from {file}: {error.strerror}") from None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.format.lfs import refuse_pointer
 
 WINDOW = 512
 BUNDLED = "bundled"
@@ -59,6 +60,7 @@ def calibration_text(file: Path) -> str:
     if file.stat().st_size > MAX_FILE_BYTES:
         raise CheckpointError(f"{file}: calibration file is larger than 1 GiB")
     try:
+        refuse_pointer(file)
         return file.read_text("utf-8")
     except UnicodeDecodeError as e:
         raise CheckpointError(f"{file}: calibration file is not UTF-8 text") from e

@@ -12,6 +12,7 @@ Dequantisation is left to the `gguf` package. Split files and big-endian files a
 
 from __future__ import annotations
 
+import mmap
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_runtime.convert.source import describe_file
-from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.errors import CheckpointError, UnsupportedModel, cut
 from edge_runtime.format.lfs import refuse_pointer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
@@ -30,6 +31,7 @@ _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", list: "a list"}
 _AGAIN = "the file is damaged or incomplete; download it again"
 _MAX_DIMS = 4
+_MAX_NAME = 256  # the format says 64
 _DEFAULT_ALIGNMENT = 32
 
 T = TypeVar("T")
@@ -116,12 +118,14 @@ class GgufFile:
         for _ in range(num_values):
             key = cursor.string("a metadata key")
             if key in self.metadata:
-                raise CheckpointError(f"{path.name}: metadata key {key} occurs twice", _AGAIN)
-            self.metadata[key] = cursor.value(cursor.scalar("I", key), key)
+                raise CheckpointError(
+                    f"{path.name}: metadata key {shown(key)} occurs twice", _AGAIN
+                )
+            self.metadata[key] = cursor.value(cursor.scalar("I", cut(key)), cut(key))
         parts = self.metadata.get("split.count", 1)
         if not isinstance(parts, int) or parts > 1:
             raise UnsupportedModel(
-                f"{path.name} is one of {parts!r} parts of a split GGUF",
+                f"{path.name} is one of {shown(parts)} parts of a split GGUF",
                 "join them first: gguf-split --merge FIRST-PART OUT.gguf",
             )
         self.tensors = self._tensor_table(cursor, num_tensors)
@@ -133,6 +137,11 @@ class GgufFile:
         raw = self._map[info.offset : info.offset + info.num_bytes]
         return raw.reshape(*info.shape[:-1], -1)
 
+    def release(self) -> None:
+        """Give the pages of the mapped file back; what is used again is read again."""
+        if self._map is not None:
+            self._map._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Drop the mapping; views handed out keep it alive until they go."""
         self._map = None
@@ -141,6 +150,12 @@ class GgufFile:
         table: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             name = cursor.string("a tensor name")
+            if len(name) > _MAX_NAME:
+                raise CheckpointError(
+                    f"{self.name}: expected tensor names of at most {_MAX_NAME} characters, got "
+                    f"{len(name)}",
+                    _AGAIN,
+                )
             dims = cursor.scalar("I", name)
             if not 1 <= dims <= _MAX_DIMS:
                 raise CheckpointError(
@@ -192,8 +207,7 @@ def optional(meta: Metadata, key: str, kind: type[T]) -> T | None:
 
 def shown(value: object) -> str:
     """Return a metadata value as an error message quotes it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(repr(value))
 
 
 def _check_magic(cursor: _Cursor, path: Path) -> None:

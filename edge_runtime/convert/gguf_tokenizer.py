@@ -55,7 +55,8 @@ def read_text(
         body = _sentencepiece(meta, tokens, types)
     else:
         raise UnsupportedModel(
-            f"GGUF metadata: tokenizer.ggml.model {kind!r} is not supported, expected gpt2 or llama"
+            f"GGUF metadata: tokenizer.ggml.model {shown(kind)} is not supported, expected "
+            "gpt2 or llama"
         )
     body["added_tokens"] = [
         _added_token(i, token, special=t in (_CONTROL, _UNKNOWN))
@@ -100,8 +101,8 @@ def _pre_name(meta: Metadata, architecture: str, notes: list[str]) -> str:
         notes.append(f"the GGUF file does not name its pre-tokenizer: {pre} is assumed")
     if pre not in (*_LLAMA3_PRE, *_QWEN_PRE, *_DIGITS_PRE, *_GPT2_PRE):
         raise UnsupportedModel(
-            f"GGUF metadata: pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported, expected "
-            "smollm, llama-bpe, qwen2 or gpt-2",
+            f"GGUF metadata: pre-tokenizer {shown(pre)} (tokenizer.ggml.pre) is not supported, "
+            "expected smollm, llama-bpe, qwen2 or gpt-2",
             "convert from the Hugging Face folder of the model, which has its tokenizer.json",
         )
     return pre
@@ -112,7 +113,9 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Json:
     vocab = {token: i for i, token in enumerate(tokens)}
     for pair in pairs:
         if len(pair) != 2 or any(p not in vocab for p in pair) or "".join(pair) not in vocab:
-            raise CheckpointError(f"GGUF metadata: merge {' '.join(pair)!r} is not of the tokens")
+            raise CheckpointError(
+                f"GGUF metadata: merge {shown(' '.join(pair))} is not of the tokens"
+            )
     byte_level: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     split_bytes = byte_level | {"use_regex": False}
     if pre in _DIGITS_PRE:

@@ -71,6 +71,7 @@ def chat_template(folder: Path, settings: Json) -> str | None:
     """Find the chat template: its own .jinja file, chat_template.json, or tokenizer_config.json."""
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
+        refuse_pointer(jinja)
         try:
             return jinja.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -108,6 +109,7 @@ def _token_text(value: Any) -> str:
 def _optional_json(path: Path) -> Json:
     if not path.is_file():
         return {}
+    refuse_pointer(path)
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

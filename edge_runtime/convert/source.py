@@ -78,8 +78,9 @@ def open_source(path: Path) -> Source:
         )
     if path.is_dir():
         return _open_folder(path)
-    refuse_pointer(path)
-    if path.suffix.lower() == ".gguf" or is_gguf(path):
+    if path.is_file():
+        refuse_pointer(path)
+    if is_gguf(path) or (path.is_file() and path.suffix.lower() == ".gguf"):
         from edge_runtime.convert.source_gguf import GgufSource
 
         return GgufSource(path)
@@ -121,12 +122,16 @@ def _open_folder(path: Path) -> Source:
 
 def is_gguf(path: Path) -> bool:
     """Say whether a file begins as a GGUF file does, whatever its name."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
 def describe_file(path: Path) -> str:
     """Say what a file that is not what it should be seems to be, from its first bytes."""
+    if not path.is_file():
+        return "a device, a pipe or a socket"
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(512)

@@ -17,7 +17,7 @@ from edge_runtime.convert.gguf_file import GgufFile, Metadata, optional, shown
 from edge_runtime.convert.gguf_tokenizer import read_text
 from edge_runtime.convert.hashing import sha256_of
 from edge_runtime.convert.source import check_finite, refuse_impossible_depth, tensor_shapes
-from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel
+from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel, cut
 from edge_runtime.format.spec import ARCHITECTURES, ModelSpec, RopeSpec
 
 _LAYER_PARTS = {
@@ -89,6 +89,7 @@ class GgufSource:
         gguf_name = self._names[name]
         info = self._file.tensors[gguf_name]
         values = torch.from_numpy(_dequantise(self._file, gguf_name)).reshape(info.shape)
+        self._file.release()
         part = name.split(".")[2:3]
         if self.spec.architecture == "llama" and part in (["q"], ["k"]):
             heads = self.spec.num_heads if part == ["q"] else self.spec.num_kv_heads
@@ -149,11 +150,9 @@ def _dequantise(file: GgufFile, name: str) -> np.ndarray[Any, np.dtype[np.float3
     from gguf.quants import dequantize
 
     raw, kind = file.data(name), file.tensors[name].type
-    if kind in _FLOAT_TYPES:
-        values = raw.view(_FLOAT_TYPES[kind])
-    else:
-        values = dequantize(raw, GGMLQuantizationType(kind))
-    return np.array(values, dtype=np.float32)  # a copy: writable, independent of the mapping
+    if kind in _FLOAT_TYPES:  # a copy: writable, independent of the mapping
+        return np.array(raw.view(_FLOAT_TYPES[kind]), dtype=np.float32)
+    return np.require(dequantize(raw, GGMLQuantizationType(kind)), np.float32, ["C", "W"])
 
 
 def _half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -167,7 +166,7 @@ def _model_spec(file: GgufFile) -> ModelSpec:
     architecture = meta.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"{file.name}: architecture {architecture!r} is not supported, expected one of "
+            f"{file.name}: architecture {shown(architecture)} is not supported, expected one of "
             + ", ".join(ARCHITECTURES),
             "this runtime runs Llama 2/3, SmolLM2, Qwen2/2.5 and Qwen3 dense text models",
         )
@@ -177,7 +176,7 @@ def _model_spec(file: GgufFile) -> ModelSpec:
     for key in sorted(set(section) - _KNOWN_KEYS):
         if section[key]:  # a zero or false (e.g. expert_count) says that the option is off
             raise UnsupportedModel(
-                f"{file.name}: unknown metadata key {architecture}.{key} (value "
+                f"{file.name}: unknown metadata key {architecture}.{cut(key)} (value "
                 f"{shown(section[key])}); it may change how the model computes"
             )
     heads, hidden = _integer(section, "attention.head_count"), _integer(section, "embedding_length")
@@ -228,7 +227,7 @@ def _rope_spec(file: GgufFile, section: Metadata, head_dim: int) -> RopeSpec:
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise UnsupportedModel(
-                f"{file.name}: rope_freqs.weight together with RoPE scaling {kind!r}"
+                f"{file.name}: rope_freqs.weight together with RoPE scaling {shown(kind)}"
             )
         return _llama3_from_factors(file, section, theta, head_dim)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -237,7 +236,8 @@ def _rope_spec(file: GgufFile, section: Metadata, head_dim: int) -> RopeSpec:
         return RopeSpec(kind="linear", theta=theta, factor=factor)
     if kind != "yarn":
         raise UnsupportedModel(
-            f"{file.name}: RoPE scaling {kind!r} is not supported, expected none, linear or yarn"
+            f"{file.name}: RoPE scaling {shown(kind)} is not supported, expected none, linear or "
+            "yarn"
         )
     attention = None
     if "rope.scaling.attn_factor" in section:  # it multiplies yarn's own 0.1·ln(factor) + 1

@@ -77,8 +77,12 @@ class HfSource:
         file_name = self._files[name]
         info = self._infos[file_name]
         data: torch.Tensor = self._handle(info.file).get_tensor(file_name)
-        # Copied even when it is fp32 already: the caller may write, and the file may be closed.
-        return check_finite(data.to(torch.float32, copy=True), file_name, info.file)
+        # Copied even when it is fp32 already: the caller may write, and the file is closed, so that
+        # its mapped pages are not counted as this process's memory.
+        values = data.to(torch.float32, copy=True)
+        del data
+        self.close()
+        return check_finite(values, file_name, info.file)
 
     def close(self) -> None:
         """Release the files."""

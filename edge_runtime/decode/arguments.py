@@ -7,11 +7,16 @@ error from somewhere inside.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edge_runtime.errors import UsageError
+from edge_runtime import paths
+from edge_runtime.errors import UsageError, cut
+
+MAX_THREADS = 256
+MAX_DIGITS = 18  # of a number that means something
 
 
 def is_whole(value: object) -> bool:
@@ -24,18 +29,80 @@ def is_number(value: object) -> bool:
     return is_whole(value) or isinstance(value, (float, np.floating))
 
 
-def whole_number(name: str, value: Any, low: int) -> int:
-    """Return a whole number of at least `low`. Raises UsageError."""
-    if not is_whole(value) or value < low:
-        raise UsageError(f"{name}: expected a whole number of at least {low}, got {shown(value)}")
+def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return a whole number of at least `low`, at most `high`. Raises UsageError."""
+    if not is_whole(value) or value < low or (high is not None and value > high):
+        bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise UsageError(f"{name}: expected a whole number {bounds}, got {shown(value)}")
     return int(value)
+
+
+def thread_count(value: Any) -> int:
+    """Return a number of threads. Raises UsageError."""
+    return whole_number("threads", value, 1, MAX_THREADS)
+
+
+def as_float(value: Any) -> float:
+    """Return a number as a float; what is beyond a float's range is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
 
 
 def seconds(name: str, value: Any) -> float:
     """Return a duration of at least 0. Raises UsageError."""
     if not is_number(value) or not value >= 0:
         raise UsageError(f"{name}: expected seconds, at least 0, got {shown(value)}")
-    return float(value)
+    return as_float(value)
+
+
+def yes_or_no(name: str, value: object) -> bool:
+    """Return true or false, numpy's included; nothing else is as good. Raises UsageError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{name}: expected True or False, got {shown(value)}")
+    return bool(value)
+
+
+def word(name: str, value: object) -> str:
+    """Return a text, or a whole number as text. Raises UsageError."""
+    if isinstance(value, str):
+        return value
+    if not is_whole(value):
+        raise UsageError(f"{name}: expected text or a whole number, got {shown(value)}")
+    return shown(value)
+
+
+def context(value: Any) -> int | None:
+    """Return a context in tokens, or None for auto. Raises UsageError."""
+    if isinstance(value, str) and value == "auto":
+        return None
+    tokens: Any = digits(value) if isinstance(value, str) else value
+    if not is_whole(tokens) or tokens < 2:
+        raise UsageError(f"context: expected auto or a number >= 2, got {shown(value)}")
+    return int(tokens)
+
+
+def digits(text: str) -> int | None:
+    """Return the number that decimal digits spell, None for other text and for absurd lengths."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
+
+
+def folder(name: str, value: object) -> Path:
+    """Return a path. Raises UsageError."""
+    if not isinstance(value, (str, Path)):
+        raise UsageError(f"{name}: expected a path, got {shown(value)}")
+    return paths.usable(value)
+
+
+def draft_source(value: Any) -> None:
+    """Check a caller's own source of drafts. Raises UsageError."""
+    if value is None or (not isinstance(value, type) and callable(getattr(value, "propose", None))):
+        return
+    raise UsageError(
+        "draft_source: expected an object with propose(tokens, start, gamma), got " + shown(value),
+        'a source by its name is for Engine.open: draft_source="ngram"',
+    )
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
@@ -85,8 +152,9 @@ def _items(value: object) -> list[Any] | None:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message quotes it; of what is long, its type."""
+    """Return a value as an error message quotes it; of what is long, its type or its size."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
     if value is None or is_number(value) or isinstance(value, (bool, str)):
-        text = repr(value)
-        return text if len(text) <= 40 else text[:37] + "..."
+        return cut(repr(value), 40)
     return f"a {type(value).__name__}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from edge_runtime.cache.policy import KvPolicy
+from edge_runtime.decode import arguments
 from edge_runtime.errors import UsageError
 from edge_runtime.kernels.layout import MAX_GAMMA
 from edge_runtime.kernels.ops import Cache, Logits
@@ -131,15 +132,18 @@ def parse_gamma(text: str) -> int | None:
         return None
     if text == "off":
         return 0
-    if not (text.isascii() and text.isdigit()) or int(text) > MAX_GAMMA:
-        raise UsageError(f"draft: expected auto, off or 0…{MAX_GAMMA}, got {text!r}")
-    return int(text)
+    number = arguments.digits(text)
+    if number is None or number > MAX_GAMMA:
+        raise UsageError(f"draft: expected auto, off or 0…{MAX_GAMMA}, got {arguments.shown(text)}")
+    return number
 
 
 def choose_draft(gamma: str, source: str, view: str, backend: str) -> DraftChoice:
     """Resolve --draft auto|off|N and --draft-source auto|base|ngram|both. Raises UsageError."""
     if source not in ("auto", "base", "ngram", "both"):
-        raise UsageError(f"draft source: expected auto, base, ngram or both, got {source!r}")
+        raise UsageError(
+            f"draft source: expected auto, base, ngram or both, got {arguments.shown(source)}"
+        )
     wanted = parse_gamma(gamma)
     if view != "nest":
         return DraftChoice(0, "base", f"view {view} decodes one token at a time")

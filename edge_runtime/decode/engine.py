@@ -102,20 +102,31 @@ class Engine:
         contract) or w4. draft: auto, off or 0…7. Raises CheckpointError, BackendUnavailable,
         BudgetError, UsageError.
         """
-        if view not in ("nest", "w8", "w4"):
+        if arguments.word("view", view) not in ("nest", "w8", "w4"):
             raise UsageError(
-                f"view: expected nest, w8 or w4, got {view!r}",
+                f"view: expected nest, w8 or w4, got {arguments.shown(view)}",
                 "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
             )
         if threads is not None:
-            threads = arguments.whole_number("threads", threads, 1)
-        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(Path(path))
-        manifest = checkpoint.manifest
-        name, why = kernels.choose_backend(backend)
+            threads = arguments.thread_count(threads)
+        if budget_bytes is not None:
+            budget_bytes = arguments.whole_number("budget_bytes", budget_bytes, 0)
+        reserve_bytes = arguments.whole_number("reserve_bytes", reserve_bytes, 0)
+        if not isinstance(path, Checkpoint):
+            path = Checkpoint(arguments.folder("path", path))
+        checkpoint, manifest = path, path.manifest
+        name, why = kernels.choose_backend(arguments.word("backend", backend))
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
+<<<<<<< HEAD
         policy = parse_policy(str(kv_policy))
         choice = choose_draft(str(draft), draft_source, view, name)
         weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
+=======
+        policy = parse_policy(arguments.word("kv_policy", kv_policy))
+        source = arguments.word("draft_source", draft_source)
+        choice = choose_draft(arguments.word("draft", draft), source, view, name)
+        weights = model_weights(checkpoint.plane, manifest, context)
+>>>>>>> fixes
         shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
         model = Model(
             manifest.spec,
@@ -176,6 +187,7 @@ class Engine:
             allowed_ids = arguments.token_ids("allowed_ids", allowed_ids, self.num_tokens)
         if deadline_s is not None:
             deadline_s = arguments.seconds("deadline_s", deadline_s)
+        arguments.draft_source(draft_source)
         self._running = Generation(
             self,
             parsed,
@@ -183,7 +195,7 @@ class Engine:
             sampling=sampling or Sampling(),
             stop=arguments.texts("stop", stop),
             continues=continues,
-            ignore_eos=ignore_eos,
+            ignore_eos=arguments.yes_or_no("ignore_eos", ignore_eos),
             allowed_ids=allowed_ids,
             deadline_s=deadline_s,
             draft_source=draft_source,
@@ -298,25 +310,25 @@ def fit_context(
         per_token = kv_stored_per_token_bytes(*shape)
         fixed = kernels.fixed_bytes(weights, embedding, backend)
     fits = max(0, (limit - fixed) // per_token)
-    if ctx == "auto":
+    asked = arguments.context(ctx)
+    if asked is None:
         context = min(spec.max_position, fits)
     else:
-        if not str(ctx).isdecimal() or int(ctx) < 2:
-            raise UsageError(f"context: expected auto or a number >= 2, got {ctx}")
-        context = int(ctx)
+        context = asked
         longest = spec.max_position
         if spec.rope.kind == "dynamic":  # made to go beyond what the model was trained on
             longest = int(longest * spec.rope.factor)
         if context > longest:
             raise UsageError(
-                f"context: this model was made for at most {longest} positions, got {context}"
+                f"context: this model was made for at most {longest} positions, got "
+                + arguments.shown(context)
             )
     if context > fits or context < 2:
         raise BudgetError(
             f"memory: weights and workspace take about {fixed / 2**20:.0f} MiB and "
             f"{max(context, 2)} tokens of context {max(context, 2) * per_token / 2**20:.0f} MiB, "
             f"{max(0, limit) / 2**20:.0f} MiB are available"
-            + (f" within the budget of {budget_bytes / 2**20:.0f} MiB" if budget_bytes else ""),
+            + ("" if limit == available else f" within the budget of {limit / 2**20:.0f} MiB"),
             f"the largest context that fits is {fits}"
             if fits >= 2
             else "raise --budget, lower --reserve, or use a smaller model",

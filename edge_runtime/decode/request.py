@@ -110,11 +110,13 @@ class Prompt:
                 f"span {number}: expected embedding rows [n, {hidden_size}] of numbers, got "
                 f"{list(rows.shape)} {rows.dtype}"
             )
-        if not (np.abs(rows) <= MAX_ROW_VALUE).all():
+        with np.errstate(over="ignore"):  # of a wider type: infinite then
+            wide = rows.astype(np.float64)
+        if not (np.abs(wide) <= MAX_ROW_VALUE).all():
             raise UsageError(
                 f"span {number}: embedding rows hold NaN, infinity or a number beyond ±2^48"
             )
-        for row in np.ascontiguousarray(rows, dtype=np.float32):
+        for row in np.ascontiguousarray(wide, dtype=np.float32):
             self._rows[len(self.ids)] = row
             self.ids.append(ROW)
             self.keys.append(hashlib.blake2b(row.tobytes(), digest_size=16).digest())

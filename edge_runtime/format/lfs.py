@@ -10,7 +10,7 @@ _POINTER = b"version https://git-lfs"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError if a file of a model is only a pointer to it."""
+    """Raise CheckpointError if a file is only a pointer to what it should be."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(

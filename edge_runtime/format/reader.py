@@ -32,6 +32,9 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         """Read and check the manifest. Raises CheckpointError."""
         self.path = path
+        if not path.is_dir():
+            what = "is no folder" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path}: expected the folder of a converted model; it {what}")
         file = path / MANIFEST
         if not file.is_file():
             raise CheckpointError(

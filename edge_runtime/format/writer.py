@@ -1,14 +1,18 @@
 """Write a checkpoint: shards into a partial folder, each atomically, then one rename.
 
 Invariant: the final folder either does not exist or is complete. A partial folder may be continued:
-a shard is there whole or not at all, and `resume/identity` says which conversion it belongs to.
+a shard is there whole or not at all, `resume/identity` says which conversion it belongs to, and
+`resume/lock` is held by the one process that writes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import shlex
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +35,30 @@ class CheckpointWriter:
     def __init__(self, out: Path, identity: str) -> None:
         """identity: a digest of source and options; another conversion's leftovers are refused.
 
-        Raises UsageError if `out` exists, CheckpointError if the partial folder is another's.
+        Raises UsageError if `out` exists or the partial folder is another's or in use.
         """
         self.out = out
-        if out.exists():
-            raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
-        self.partial = out.with_name(out.name + ".partial")
+        refuse_taken(out)
+        self.partial = _partial(out)
         state = self.partial / RESUME / "identity"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self.partial / RESUME / "lock", self.partial)
+        self._unlock = weakref.finalize(self, os.close, lock)
         found = state.read_text() if state.is_file() else None
-        kept = self.partial.exists() and {p.name for p in self.partial.iterdir()} - {RESUME}
+        kept = {p.name for p in self.partial.iterdir()} - {RESUME}
         if found != identity and kept:  # a conversion stopped before its first shard kept nothing
+            self.close()
             raise UsageError(
                 f"{self.partial}: holds a conversion of another model, with other options, or by "
                 "another version",
-                f"remove it to start again: rm -r {self.partial}",
+                f"remove it to start again: rm -r {shlex.quote(str(self.partial))}",
             )
-        state.parent.mkdir(parents=True, exist_ok=True)
         if found != identity:
             write_atomic(state, identity.encode())
+
+    def close(self) -> None:
+        """Let another conversion have the folder; what is written stays."""
+        self._unlock()
 
     def has(self, shard: str) -> bool:
         """Whether a shard and its report are already written (from an earlier, stopped run)."""
@@ -102,11 +112,54 @@ class CheckpointWriter:
         for file in self.partial.glob("*.tmp"):
             file.unlink()
         self.partial.rename(self.out)
+        self.close()
         shutil.rmtree(self.out / RESUME, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the partial folder."""
+        self.close()
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def refuse_taken(out: Path) -> None:
+    """Raise UsageError if `out` cannot become a checkpoint: something is there or in the way."""
+    if not out.name or os.path.lexists(out):
+        raise UsageError(f"{out}: already exists", "choose another folder, or remove it first")
+    above = next(p for p in out.absolute().parents if os.path.lexists(p))
+    if not above.is_dir():
+        raise UsageError(f"{out}: {above} is no folder", "choose another -o DIR")
+    partial = _partial(out)
+    if not os.path.lexists(partial):
+        return
+    ours = partial.is_dir() and (
+        (partial / RESUME / "identity").is_file()
+        or not {p.name for p in partial.iterdir()} - {RESUME}
+    )
+    if not ours:
+        raise UsageError(
+            f"{partial}: is in the way: expected nothing, or a conversion that was stopped",
+            "move it elsewhere, or choose another -o DIR",
+        )
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _lock(file: Path, folder: Path) -> int:
+    """Lock a partial folder until what is returned is closed. Raises UsageError if another has."""
+    lock = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UsageError(
+            f"{folder}: another conversion is writing into it",
+            "wait until it ends, or choose another -o DIR",
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 def digest(text: str) -> str:

@@ -135,6 +135,19 @@ def test_several_lines(engine: Engine, capsys) -> None:
     assert [m["content"] for m in session.messages[::2]] == ["one\n\ntwo", "three"]
 
 
+def test_a_block_is_never_a_command(engine: Engine, capsys) -> None:
+    typed = ['"""/exit"""', '"""', "/system be brief", '"""', '"""  """', '"""/what', 'now"""']
+    session = chat(engine, *typed)
+    asked = [m["content"] for m in session.messages if m["role"] == "user"]
+    assert asked == ["/exit", "/system be brief", "/what\nnow"]
+    assert "Unknown" not in capsys.readouterr().err
+
+
+def test_a_tab_ends_a_command(engine: Engine) -> None:
+    session = chat(engine, "/system\tbe \t brief ", " /exit\t", "never asked")
+    assert session.messages == [{"role": "system", "content": "be \t brief"}]
+
+
 def test_the_end_inside_a_message_leaves(engine: Engine) -> None:
     assert chat(engine, '"""one').messages == []
 

@@ -117,6 +117,22 @@ def test_a_usage_mistake_is_2(args, capsys) -> None:
     assert "Traceback" not in err
 
 
+def test_what_was_typed_is_quoted_in_part(capsys) -> None:
+    for args in (["-n", "9" * 5000], ["--seed", "9" * 4000], ["--backend", "x" * 5000]):
+        code, _, err = call(capsys, "generate", "m", "-p", "x", *args)
+        assert code == 2
+        assert args[0] in err
+        assert len(err) < 600
+
+
+def test_an_error_is_bounded_and_printable() -> None:
+    error = errors.CheckpointError("a" * 3000 + "\x1b" + "b" * 3000, "c\n" * 3000)
+    assert len(error.message) < 900
+    assert error.message.startswith("aaa")
+    assert error.message.endswith("bbb")
+    assert error.hint.isprintable()
+
+
 def test_help_lists_every_command(capsys) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
@@ -293,9 +309,17 @@ def test_the_shared_options_and_their_defaults() -> None:
         ["--budget", "lots"],
         ["--reserve", "-1G"],
         ["--threads", "0"],
+        ["--threads", "257"],
+        ["--threads", "100000"],
+        ["--threads", "9" * 5000],
+        ["--ctx", "9" * 5000],
+        ["--draft", "9" * 5000],
+        ["--budget", "9" * 5000],
+        ["--kv-policy", "recent:" + "9" * 5000],
     ],
 )
 def test_a_wrong_value_names_the_option(args: list[str]) -> None:
     done = CliRunner().invoke(everything, args)
     assert done.exit_code == 2
     assert args[0] in done.stderr
+    assert len(done.stderr) < 400

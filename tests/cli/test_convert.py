@@ -17,6 +17,7 @@ from edge_runtime.cli.progress import Progress, seconds_text
 from edge_runtime.convert.pipeline import ConvertOptions
 from edge_runtime.errors import CheckpointError
 from edge_runtime.format.reader import Checkpoint
+from edge_runtime.format.writer import CheckpointWriter
 
 SHOWN = Progress.__call__
 
@@ -113,6 +114,67 @@ def test_what_is_no_source(call, tiny_checkpoint: Path, tmp_path: Path) -> None:
         code, out, err = call("convert", source, "-o", tmp_path / "out")
         assert (code, out) == (5, "")
         assert reason in err
+
+
+def test_what_is_in_the_way_is_told_before_anything_is_read(
+    call, tmp_path: Path, tiny_source: Path, calibration, monkeypatch
+) -> None:
+    monkeypatch.setattr("edge_runtime.cli.model.source_path", lambda _: pytest.fail("was read"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "a.partial").write_text("")
+    (tmp_path / "b.partial").mkdir()
+    (tmp_path / "b.partial" / "mine.txt").write_text("mine")
+    for name, reason in (
+        ("file/x", f"{tmp_path / 'file'} is no folder"),
+        ("link", "already exists"),
+        ("a", "a.partial: is in the way"),
+        ("b", "b.partial: is in the way"),
+    ):
+        code, out, err = call("convert", tiny_source, "-o", tmp_path / name, *calibration)
+        assert (code, out) == (2, "")
+        assert reason in err
+        assert "hint: " in err
+        assert "rm -r" not in err
+
+
+def test_the_second_conversion_to_one_folder_is_refused(
+    call, tmp_path: Path, tiny_source: Path, calibration
+) -> None:
+    held = CheckpointWriter(tmp_path / "out", "another")
+    code, out, err = call("convert", tiny_source, "-o", tmp_path / "out", *calibration)
+    assert (code, out) == (2, "")
+    assert "another conversion is writing into it" in err
+    held.discard()
+
+
+def test_files_that_are_pointers(call, tmp_path: Path, tiny_source, tiny_checkpoint) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    for args in (
+        ("convert", tiny_source, "-o", tmp_path / "out", "--calib", file),
+        ("selftest", tiny_checkpoint, "--prompts", file),
+    ):
+        code, out, err = call(*args)
+        assert (code, out) == (5, "")
+        assert "is a Git LFS pointer" in err
+
+
+def test_a_cache_that_cannot_be_used_is_5(call, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BITNEST_CACHE", str(tmp_path / "file"))
+    for args in (("pull", "default"), ("generate", "default", "-p", "x")):
+        code, out, err = call(*args)
+        assert (code, out) == (5, "")
+        assert "cannot use the cache folder" in err
+        assert "BITNEST_CACHE" in err
+
+
+def test_a_path_is_not_pulled(call) -> None:
+    for name in ("./tiny", "/tiny", "../a/b"):
+        code, out, err = call("pull", name)
+        assert (code, out) == (2, "")
+        assert "converted directly, without pull" in err
 
 
 def test_a_full_disk_is_no_traceback(call, tiny_source, tmp_path, calibration, monkeypatch) -> None:

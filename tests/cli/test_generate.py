@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -177,6 +178,7 @@ def test_exit_codes(call, tiny_checkpoint: Path, args: list[str], code: int, rea
 def test_models_that_cannot_run(call, tmp_path: Path, tiny_source: Path) -> None:
     gguf = tiny_models.write_gguf(tmp_path / "a b.gguf")
     (tmp_path / "half.partial").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "x.gguf").write_text("garbage")
     (tmp_path / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (tmp_path / "m.safetensors").write_bytes(bytes(64))
@@ -191,11 +193,17 @@ def test_models_that_cannot_run(call, tmp_path: Path, tiny_source: Path) -> None
         (tmp_path / "half", 5, "not finished"),
         (tmp_path / "half.partial", 5, "not finished"),
         (tmp_path, 5, "manifest.json"),
+        ("/dev/null", 5, "got a device, a pipe or a socket"),
+        (tmp_path / "pipe", 5, "got a device, a pipe or a socket"),
+        ("", 2, "expected a path or a name, got an empty text"),
+        ("hf:", 2, "unknown model 'hf:'"),
+        ("x" * 5000, 2, "not a usable path: xxx"),
     ]
     for model, code, reason in cases:
         found, out, err = call("generate", model, "-p", "hello")
         assert (found, out) == (code, ""), model
         assert reason in err
+        assert "First use" not in err
 
 
 def test_a_flipped_byte_is_named(call, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -67,3 +67,39 @@ def test_a_llama3_context_of_the_wrong_type(tmp_path: Path) -> None:
     table = {"rope_freqs.weight": torch.tensor([1.0] * 4 + [32.0] * 4)}
     path = tiny_models.write_gguf(tmp_path / "m.gguf", metadata=metadata, extra=table)
     refused(path, "rope.scaling.original_context_length must be a positive integer, got 'long'")
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", LONG),
+        ("tokenizer.ggml.model", LONG),
+        ("tokenizer.ggml.pre", LONG),
+        ("tokenizer.ggml.merges", [LONG]),
+        ("llama.rope.scaling.type", LONG),
+        ("llama.block_count", LONG),
+        ("llama." + LONG, 1),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_what_is_long_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+) -> None:
+    def changed(file: Path) -> GgufFile:
+        found = GgufFile(file)
+        found.metadata[key] = value
+        return found
+
+    monkeypatch.setattr("edge_runtime.convert.source_gguf.GgufFile", changed)
+    error = refused(tiny_models.write_gguf(tmp_path / "m.gguf"), "xxx...")
+    assert len(error.message) < 250
+
+
+def test_long_names_in_the_file(tmp_path: Path) -> None:
+    path = tiny_models.write_gguf(tmp_path / "a.gguf", metadata={LONG: 7})
+    assert len(refused(path, "xxx...").message) < 250
+    path = tiny_models.write_gguf(tmp_path / "b.gguf", extra={LONG: torch.zeros(4)})
+    refused(path, "tensor names of at most 256 characters, got 5000")

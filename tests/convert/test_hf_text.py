@@ -96,3 +96,19 @@ def test_tiny_models_load_in_transformers(tmp_path: Path, architecture: str) -> 
     assert not info["unexpected_keys"]
     weight = model.model.layers[1].self_attn.q_proj.weight
     assert torch.equal(weight, open_source(folder).tensor("layers.1.q"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "chat_template.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+    ],
+)
+def test_a_pointer_in_place_of_a_text(tmp_path: Path, name: str) -> None:
+    folder = tiny_models.write_hf(tmp_path)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in refused(folder, name, "Git LFS pointer").hint

@@ -234,7 +234,8 @@ def test_another_version_or_bundled_text_does_not_continue_it(
     bundled: dict[str, Any] = {"calibration": None}
     writer = conversion(tmp_path, tmp_path / "out", **bundled).writer
     writer.shard("embed", {"x": np.zeros(1, np.int8)}, [])
-    conversion(tmp_path, tmp_path / "out", **bundled)
+    writer.close()
+    conversion(tmp_path, tmp_path / "out", **bundled).writer.close()
     for name, value in (
         ("__version__", "0.0.9"),
         ("calibration_documents", lambda _: [{"text": "another"}]),

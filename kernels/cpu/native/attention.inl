@@ -3,6 +3,7 @@
 //
 //   dots16(base, refine, K, a, stride, sums, rows, out)   out[r][n] = sum_k code[n][k] * a[r][k]
 //
+// and over kOffset, by which the bytes it multiplies exceed the codes of both planes (8 for one).
 // for a tile of 16 rows n; refine null: the code is q4 alone (times 16 by the caller). Included
 // inside an anonymous namespace by each isa_*.cpp, after floats.inl and dots16.
 
@@ -207,7 +208,7 @@ void attend_block(const CacheLayer& cache, const uint8_t* rec, int D, bool full,
     for (int i = 0; i < count; i++) {
       const int32_t *high = sums + 2 * i * kRows, *low = high + kRows;
       float value[kRows];
-      const int32_t offset = (full ? 136 : 8) * w.sums[i];
+      const int32_t offset = (full ? kOffset : 8) * w.sums[i];
       for (int d = 0; d < kRows; d++)
         value[d] = float(shift * (128 * (high[d] + 128 * ones[d]) + low[d] - offset)) * w.step[i];
       std::memcpy(partial[i] + 2 + tile * kRows, value, sizeof(float) * size_t(width));

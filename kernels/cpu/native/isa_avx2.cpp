@@ -16,6 +16,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 4;  // activations that share one unpacking of weights, in 16 registers
+constexpr int kOffset = 136;  // of both nibbles above a code; of one alone it is 8
 constexpr int kChunks = 4;    // as many as int16 can add up
 constexpr int kSums = 8;      // registers for int16 sums, of the 16
 
@@ -96,7 +97,7 @@ inline void add_chunks(const uint8_t* base, const uint8_t* refine, int chunks, c
 template <bool w8, int M, int parts>
 inline void group_dots(const uint8_t* base, const uint8_t* refine, int G, Inputs x,
                        const int32_t* sums, int groups, __m256i (*acc)[M]) {
-  constexpr int offset = w8 ? 136 : 8;
+  constexpr int offset = w8 ? kOffset : 8;
   for (int m = 0; m < M; m++)
     for (int p = 0; p < parts; p++)
       acc[p][m] = _mm256_set1_epi32(-offset * sums[int64_t(m) * groups]);

@@ -15,6 +15,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 8;  // rows of activations that share one load of weights
+constexpr int kOffset = 136;   // of both nibbles above a code; of one alone it is 8
 
 template <bool w8>
 inline void codes_of(const uint8_t* base, const uint8_t* refine, __m512i& low, __m512i& high) {
@@ -92,7 +93,7 @@ template <bool w8, int M, int T>
 [[gnu::always_inline]] inline void group_dots(const uint8_t* base, const uint8_t* refine, int G,
                                               const int8_t* a, int64_t row, int64_t step,
                                               const int32_t* sums, int groups, Sums<M, T>& s) {
-  start(s, w8 ? 136 : 8, sums, groups);
+  start(s, w8 ? kOffset : 8, sums, groups);
   const int8_t* high = a + G / 8 * step;
   for (int c = 0; c < G / 8; c++, a += step, high += step, base += T * 64, refine += T * 64) {
     if constexpr (T == 2 && M >= kAheadRows) {

@@ -18,6 +18,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 8;    // activations that share one unpacking of weights
+constexpr int kOffset = 8;      // of a byte above its code, in both views
 constexpr int kRegisters = 24;  // of the 32, for sums and activations
 
 template <bool w8>
@@ -88,7 +89,7 @@ inline void group_dots(const uint8_t* base, const uint8_t* refine, int G, const 
   for (int first = 0; first < quads; first += Q) {
     int32x4_t sum[Q][M];  // registers: acc is memory that the codes might be, too
     for (int q = 0; q < Q; q++)
-      for (int m = 0; m < M; m++) sum[q][m] = vdupq_n_s32(-8 * sums[int64_t(m) * groups]);
+      for (int m = 0; m < M; m++) sum[q][m] = vdupq_n_s32(-kOffset * sums[int64_t(m) * groups]);
     add_group<w8, M, Q, 16 * quads>(base + 16 * first, refine + 16 * first, G, a, stride, sum);
     for (int q = 0; q < Q; q++)
       for (int m = 0; m < M; m++) acc[first + q][m] = sum[q][m];

@@ -8,6 +8,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 4;
+constexpr int kOffset = 136;  // of both nibbles above a code; of one alone it is 8
 
 constexpr int kLanes = 8;   // int16 in a register of 16 bytes, which every processor of today has
 constexpr int kChunks = 8;  // as many as int16 can add up: 2 · 8 · 15 · 128 < 2^15
@@ -24,7 +25,7 @@ inline void add_chunk(const uint8_t* plane, const int16_t* low, const int16_t* h
 template <bool w8>
 inline void group_dot(const uint8_t* base, const uint8_t* refine, int step, int G, const int8_t* a,
                       int32_t sum, int32_t* acc) {
-  constexpr int offset = w8 ? 136 : 8;
+  constexpr int offset = w8 ? kOffset : 8;
   for (int n = 0; n < kRows; n++) acc[n] = -offset * sum;
   for (int first = 0; first < G / 8; first += kChunks) {
     int16_t b[4 * kRows] = {}, r[4 * kRows] = {};

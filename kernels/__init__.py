@@ -12,12 +12,8 @@ from edge_runtime.errors import BackendUnavailable, UsageError, cut
 from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
-<<<<<<< HEAD
-RUNTIME_BYTES = 400 << 20  # interpreter, torch, scratch
-CPU_RUNTIME_BYTES = 120 << 20  # interpreter, tokenizer, activations of a chunk of a prompt
-=======
 RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
->>>>>>> fixes
+CPU_RUNTIME_BYTES = 120 << 20  # interpreter, tokenizer, activations of a chunk of a prompt
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 

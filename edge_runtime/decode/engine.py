@@ -117,16 +117,10 @@ class Engine:
         checkpoint, manifest = path, path.manifest
         name, why = kernels.choose_backend(arguments.word("backend", backend))
         context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
-<<<<<<< HEAD
-        policy = parse_policy(str(kv_policy))
-        choice = choose_draft(str(draft), draft_source, view, name)
-        weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
-=======
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
-        weights = model_weights(checkpoint.plane, manifest, context)
->>>>>>> fixes
+        weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
         shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
         model = Model(
             manifest.spec,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-<<<<<<< HEAD
-from edge_runtime.decode.arguments import is_number, is_whole, shown
-=======
-import numpy as np
-import numpy.typing as npt
-
 from edge_runtime.decode.arguments import as_float, is_number, is_whole, shown
->>>>>>> fixes
 from edge_runtime.errors import UsageError
 
 

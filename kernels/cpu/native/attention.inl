@@ -3,9 +3,9 @@
 //
 //   dots16(base, refine, K, a, stride, sums, rows, out)   out[r][n] = sum_k code[n][k] * a[r][k]
 //
-// and over kOffset, by which the bytes it multiplies exceed the codes of both planes (8 for one).
-// for a tile of 16 rows n; refine null: the code is q4 alone (times 16 by the caller). Included
-// inside an anonymous namespace by each isa_*.cpp, after floats.inl and dots16.
+// for a tile of 16 rows n; refine null: the code is q4 alone (times 16 by the caller). Given zeros as
+// sums it leaves kOffset, or 8 for q4 alone, in every code. Included inside an anonymous namespace by
+// each isa_*.cpp, after floats.inl and dots16.
 
 struct Nested {
   int8_t q4[kMaxDim], qr[kMaxDim];

@@ -15,7 +15,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 8;  // rows of activations that share one load of weights
-constexpr int kOffset = 136;   // of both nibbles above a code; of one alone it is 8
+constexpr int kOffset = 136;  // of both nibbles above a code; of one alone it is 8
 
 template <bool w8>
 inline void codes_of(const uint8_t* base, const uint8_t* refine, __m512i& low, __m512i& high) {

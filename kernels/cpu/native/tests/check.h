@@ -93,7 +93,7 @@ class Report {
   void begin(const char* isa) {
     isa_ = isa;
     digest_ = 0xcbf29ce484222325u;
-    cases_ = 0;
+    cases_ = shown_ = 0;
   }
   void same_float(float got, float want, const std::string& where, const char* what = "") {
     uint32_t g, w;
@@ -124,14 +124,15 @@ class Report {
   void add(uint64_t got, uint64_t want, const std::string& where, const char* what) {
     digest_ = (digest_ ^ got) * 0x100000001b3u;
     if (got == want) return;
-    if (failures_++ < 8)
+    failures_++;
+    if (shown_++ < 8)
       std::fprintf(stderr, "%s, %s, %s%s: got %" PRIx64 ", expected %" PRIx64 "\n", group_, isa_,
                    where.c_str(), what, got, want);
   }
 
   const char *group_, *isa_ = "";
   uint64_t digest_ = 0;
-  int cases_ = 0, failures_ = 0;
+  int cases_ = 0, failures_ = 0, shown_ = 0;
 };
 
 void linear_cases(const edge::Isa& isa, Report& report);

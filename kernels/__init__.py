@@ -13,7 +13,7 @@ from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
-CPU_RUNTIME_BYTES = 120 << 20  # interpreter, tokenizer, activations of a chunk of a prompt
+CPU_RUNTIME_BYTES = 65 << 20  # interpreter, libraries, tokenizer
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -63,10 +63,16 @@ def choose_backend(name: str) -> tuple[str, str]:
     return name, reason
 
 
-def fixed_bytes(num_weights: int, num_embedding: int, backend: str) -> int:
-    """Upper estimate of what a backend holds besides the KV cache."""
-    if backend == "cpu":  # both planes, group multipliers, row scales
-        return num_weights + num_weights // 16 + num_embedding + CPU_RUNTIME_BYTES
+def fixed_bytes(
+    num_weights: int, num_embedding: int, backend: str, *, group_size: int, workspace: int
+) -> int:
+    """Upper estimate of what a backend holds besides the KV cache.
+
+    workspace: bytes of the activations of a chunk of a prompt.
+    """
+    if backend == "cpu":  # both planes and their multipliers
+        weights = num_weights + num_weights // group_size * 2
+        return weights + num_embedding + workspace + CPU_RUNTIME_BYTES
     assert backend == "reference", backend
     views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
     mult = num_weights // 64 * 2 * 8  # one fp64 number a group in each

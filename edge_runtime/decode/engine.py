@@ -29,7 +29,7 @@ from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_
 from edge_runtime.kernels.ops import View
 from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
-from edge_runtime.model.transformer import geometry
+from edge_runtime.model.transformer import activation_bytes, geometry
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
@@ -116,7 +116,14 @@ class Engine:
             path = Checkpoint(arguments.folder("path", path))
         checkpoint, manifest = path, path.manifest
         name, why = kernels.choose_backend(arguments.word("backend", backend))
-        context = fit_context(manifest.spec, ctx, name, budget_bytes, reserve_bytes)
+        context = fit_context(
+            manifest.spec,
+            ctx,
+            name,
+            budget_bytes,
+            reserve_bytes,
+            group_size=manifest.group_size,
+        )
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
@@ -288,6 +295,7 @@ def fit_context(
     reserve_bytes: int,
     *,
     view: str = "nest",
+    group_size: int = 64,
 ) -> int:
     """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
 
@@ -302,7 +310,13 @@ def fit_context(
         fixed = kernels.float_fixed_bytes(weights, embedding)
     else:
         per_token = kv_stored_per_token_bytes(*shape)
-        fixed = kernels.fixed_bytes(weights, embedding, backend)
+        fixed = kernels.fixed_bytes(
+            weights,
+            embedding,
+            backend,
+            group_size=group_size,
+            workspace=DEFAULT_CHUNK * activation_bytes(spec),
+        )
     fits = max(0, (limit - fixed) // per_token)
     asked = arguments.context(ctx)
     if asked is None:

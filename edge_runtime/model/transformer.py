@@ -25,6 +25,12 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def activation_bytes(spec: ModelSpec) -> int:
+    """Bytes of the registers of one row: fp32 x, y, qkv, q, att, gate_up, and their int8 codes."""
+    H, q, F = spec.hidden_size, spec.q_size, spec.intermediate_size
+    return 4 * (2 * H + 3 * q + 2 * spec.kv_size + 2 * F) + H + q + F
+
+
 def geometry(spec: ModelSpec, num_tokens: int, *, rotate_kv: bool = False) -> ops.Geometry:
     """Return the sizes that a backend needs."""
     return ops.Geometry(

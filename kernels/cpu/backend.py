@@ -231,8 +231,8 @@ class CpuBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the activations of all programs."""
-        return sum(self.lib.edge_program_bytes(p) for _, p, _ in self._programs.values())
+        """Bytes of the activations, shared by all programs."""
+        return int(self.lib.edge_workspace_bytes(self.model))
 
     def prepare(self, program: ops.Program) -> None:
         """Compile a program."""

@@ -145,30 +145,35 @@ constexpr int32_t kNoSums[2 * kMaxQuery + 1] = {};
 void softmax_block(const int32_t* dots, float factor, int shift, const float* ks, const float* vs,
                    int visible, float* partial, int8_t* high, int8_t* low, int32_t* sum,
                    float* step) {
-  float s[kBlock], w[kBlock];
-  for (int t = 0; t < kBlock; t++) {
-    s[t] = (float(dots[t] * shift) * factor) * ks[t];
-    s[t] = t < visible ? s[t] : -INFINITY;
+  constexpr int kVectors = kBlock / 16;
+  constexpr Whole kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Lanes s[kVectors], w[kVectors];
+  for (int v = 0; v < kVectors; v++) {
+    const Whole dot = *reinterpret_cast<const Whole*>(dots + 16 * v) * shift;
+    s[v] = (__builtin_convertvector(dot, Lanes) * factor) * lanes(ks + 16 * v);
+    s[v] = kCount + 16 * v < visible ? s[v] : Lanes{} - INFINITY;
   }
-  const float most = max_of(s, kBlock);
+  const float most = max_lane(larger(larger(s[3], s[2]), larger(s[1], s[0])));
   const float from = most > -3e38f ? most : -3e38f;
-  for (int t = 0; t < kBlock; t++) s[t] = exp_nonpositive(s[t] - from);
-  float lanes[32];
-  for (int l = 0; l < 32; l++) lanes[l] = s[l] + s[l + 32];
-  for (int t = 0; t < kBlock; t++) w[t] = t < visible ? s[t] * vs[t] : 0.0f;
-  float peak = peak_of(w, kBlock);  // NaN of a broken V wins, and makes the step NaN
+  for (int v = 0; v < kVectors; v++) s[v] = exp_nonpositive(s[v] - from);
+  for (int v = 0; v < kVectors; v++)
+    w[v] = kCount + 16 * v < visible ? s[v] * lanes(vs + 16 * v) : Lanes{};
+  float peak = peak_lane(larger_bits(larger_bits(w[3], w[2]), larger_bits(w[1], w[0])));
   if (peak < kTiny) peak = 0;
   const float inverse = peak > 0 ? 32767.0f / peak : 0.0f;
-  int32_t total = 0;
-  for (int t = 0; t < kBlock; t++) {
-    const int32_t i = int32_t(round_even(w[t] * inverse));
-    high[t] = int8_t((i >> 7) - 128);
-    low[t] = int8_t(i & 127);
-    total += i;
+  Whole total{};
+  for (int v = 0; v < kVectors; v++) {
+    const Lanes rounded = (w[v] * inverse + kMagic) - kMagic;
+    const Whole i = __builtin_convertvector(rounded, Whole);
+    total = total + i;
+    using Bytes [[gnu::vector_size(16), gnu::aligned(1), gnu::may_alias]] = int8_t;
+    *reinterpret_cast<Bytes*>(high + 16 * v) = __builtin_convertvector((i >> 7) - 128, Bytes);
+    *reinterpret_cast<Bytes*>(low + 16 * v) = __builtin_convertvector(i & 127, Bytes);
   }
-  *sum = total;
+  *sum = 0;
+  for (int l = 0; l < 16; l++) *sum += total[l];
   partial[0] = most;
-  partial[1] = sum_lanes(lanes);
+  partial[1] = sum_lane((s[0] + s[2]) + (s[1] + s[3]));
   *step = peak / 32767.0f;
 }
 

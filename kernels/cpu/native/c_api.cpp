@@ -143,7 +143,7 @@ Program* edge_program_new(Model* model, const Op* ops, int count, const int32_t*
 
 void edge_program_free(Program* program) { delete program; }
 
-int64_t edge_program_bytes(const Program* program) { return program->workspace_bytes(); }
+int64_t edge_workspace_bytes(const Model* model) { return model->workspace_bytes(); }
 
 void edge_run(Program* program, const Batch* batch, Cache* cache) { program->run(*batch, *cache); }
 

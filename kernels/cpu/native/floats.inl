@@ -35,15 +35,60 @@ inline float exp_nonpositive(float x) {
   return x < -87.0f ? 0.0f : y * power;
 }
 
-// Maximum of n floats, n a multiple of 16: sixteen at a time, for the compiler may not reorder them.
+// 16 numbers, in as many registers as the instruction set needs. Where the order of a reduction is
+// given, the compiler makes it scalar unless it is written with these.
+using Lanes [[gnu::vector_size(64), gnu::aligned(4), gnu::may_alias]] = float;
+using Whole [[gnu::vector_size(64), gnu::aligned(4), gnu::may_alias]] = int32_t;
+
+inline const Lanes& lanes(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
+
+// f over all 16, halves first: every instruction set gives the same bits
+template <class F>
+[[gnu::always_inline]] inline float fold(Lanes x, F f) {
+  x = f(x, __builtin_shuffle(x, Whole{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  x = f(x, __builtin_shuffle(x, Whole{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  x = f(x, __builtin_shuffle(x, Whole{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  x = f(x, __builtin_shuffle(x, Whole{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return x[0];
+}
+
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+inline float max_lane(Lanes x) {
+  return fold(x, [](Lanes a, Lanes b) { return larger(b, a); });
+}
+
+// of numbers >= 0: NaN wins, as its bits are the largest
+inline Lanes larger_bits(Lanes a, Lanes b) { return (Whole)a > (Whole)b ? a : b; }
+
+inline float peak_lane(Lanes x) {
+  return fold(x, [](Lanes a, Lanes b) { return larger_bits(b, a); });
+}
+
+inline float sum_lane(Lanes x) {
+  return fold(x, [](Lanes a, Lanes b) { return a + b; });
+}
+
+// Maximum of n floats, n a multiple of 16.
 inline float max_of(const float* x, int n) {
-  float lanes[16];
-  for (int l = 0; l < 16; l++) lanes[l] = x[l];
-  for (int i = 16; i < n; i += 16)
-    for (int l = 0; l < 16; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
-  float most = lanes[0];
-  for (int l = 1; l < 16; l++) most = lanes[l] > most ? lanes[l] : most;
-  return most;
+  Lanes most = lanes(x);
+  for (int i = 16; i < n; i += 16) most = larger(lanes(x + i), most);
+  return max_lane(most);
+}
+
+inline Lanes exp_nonpositive(Lanes x) {
+  const Lanes cut = Lanes{} - 87.0f;
+  const Lanes safe = x < cut ? cut : x;
+  const Lanes n = (safe * 1.4426950408889634f + kMagic) - kMagic;
+  const Lanes r = (safe - n * 0.693359375f) - n * -2.12194440e-4f;
+  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Lanes y = ((p * (r * r)) + r) + 1.0f;
+  const Lanes power = (Lanes)((__builtin_convertvector(n, Whole) + 127) << 23);
+  return x < cut ? Lanes{} : y * power;
 }
 
 // |x| of the largest element; NaN and infinity win, as their bits are the largest
@@ -56,19 +101,19 @@ inline float peak_of(const float* x, int n) {
   return float_of(most);
 }
 
-inline float sum_lanes(float* lanes) {
-  for (int width = 16; width >= 1; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
-  return lanes[0];
-}
-
+// squares in 32 lanes, ascending, then halves
 inline float sum_of_squares(const float* x, int n) {
-  float lanes[32] = {};
+  Lanes first{}, second{};
   int i = 0;
-  for (; i + 32 <= n; i += 32)
-    for (int l = 0; l < 32; l++) lanes[l] = lanes[l] + x[i + l] * x[i + l];
-  for (int l = 0; i + l < n; l++) lanes[l] = lanes[l] + x[i + l] * x[i + l];
-  return sum_lanes(lanes);
+  for (; i + 32 <= n; i += 32) {
+    first = first + lanes(x + i) * lanes(x + i);
+    second = second + lanes(x + i + 16) * lanes(x + i + 16);
+  }
+  float rest[32] = {};
+  for (int l = 0; i + l < n; l++) rest[l] = x[i + l];
+  first = first + lanes(rest) * lanes(rest);
+  second = second + lanes(rest + 16) * lanes(rest + 16);
+  return sum_lane(first + second);
 }
 
 inline float inverse_rms(const float* x, int n, float eps) {

@@ -222,9 +222,9 @@ inline void dots16(const uint8_t* base, const uint8_t* refine, int K, const int8
     dots_view<false, kTileRows>(base, base, K, a, stride, sums, rows, out, out_stride);
 }
 
-#include "linear.inl"
-
 #include "floats.inl"
+
+#include "linear.inl"
 
 #include "sampling.inl"
 

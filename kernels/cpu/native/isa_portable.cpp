@@ -75,9 +75,9 @@ inline void dots16(const uint8_t* base, const uint8_t* refine, int K, const int8
   }
 }
 
-#include "linear.inl"
-
 #include "floats.inl"
+
+#include "linear.inl"
 
 #include "sampling.inl"
 

@@ -6,17 +6,14 @@
 // tile: an exact integer, times 16 in w4, rounded once to fp32. What is left, (acc * x_scale) * S +
 // bias + residual, is here. kTileRows: the most rows of activations (M) at a time.
 
-// 16 floats, in as many registers as the instruction set needs
-using Lanes [[gnu::vector_size(64), gnu::aligned(4), gnu::may_alias]] = float;
-
 inline void finish_half(const Linear& L, int first, const float* acc, float x_scale, float* y,
                         const float* residual) {
-  Lanes value = *reinterpret_cast<const Lanes*>(acc) * x_scale;
-  value = value * *reinterpret_cast<const Lanes*>(L.scale + first);
-  if (L.bias) value = value + *reinterpret_cast<const Lanes*>(L.bias + first);
+  Lanes value = lanes(acc) * x_scale;
+  value = value * lanes(L.scale + first);
+  if (L.bias) value = value + lanes(L.bias + first);
   const int width = L.N - first;
   if (width >= kRows) {
-    if (residual) value = *reinterpret_cast<const Lanes*>(residual + first) + value;
+    if (residual) value = lanes(residual + first) + value;
     *reinterpret_cast<Lanes*>(y + first) = value;
     return;
   }

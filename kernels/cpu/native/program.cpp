@@ -17,50 +17,52 @@ int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
 Program::Program(Model& model, const Op* ops, int count, const int32_t* widths, int registers)
     : model_(model), ops_(ops, ops + count), registers_(size_t(registers)) {
-  for (int i = 0; i < registers; i++) registers_[size_t(i)] = {widths[i], {}, {}, {}, {}, false};
+  for (int i = 0; i < registers; i++) registers_[size_t(i)] = {widths[i], false};
   for (const Op& op : ops_) {
     const bool quantises =
         op.kind == kNormQuantise || op.kind == kQuantise || op.kind == kSiluMulQuantise;
     if (quantises) registers_[size_t(op.out)].quantised = true;
   }
   chunks_.resize(ops_.size());
-  scratch_.resize(size_t(model.pool->threads()));
+  model.scratch.resize(size_t(model.pool->threads()));
+  if (model.buffers.size() < registers_.size()) model.buffers.resize(registers_.size());
 }
 
-int64_t Program::workspace_bytes() const {
-  int64_t bytes = int64_t(partial_.capacity()) * 4;
-  for (const Register& r : registers_)
-    bytes += int64_t(r.x.capacity() + r.scale.capacity() + r.sums.capacity()) * 4 +
-             int64_t(r.codes.capacity());
-  for (const auto& s : scratch_) bytes += int64_t(s.capacity()) * 4;
+int64_t Model::workspace_bytes() const {
+  int64_t bytes = int64_t(partial.capacity()) * 4;
+  for (const Buffer& b : buffers)
+    bytes += int64_t(b.x.capacity() + b.scale.capacity() + b.sums.capacity()) * 4 +
+             int64_t(b.codes.capacity());
+  for (const auto& s : scratch) bytes += int64_t(s.capacity()) * 4;
   return bytes;
 }
 
 void Program::grow(int rows, int blocks) {
   const Geometry& g = model_.geometry;
-  const Isa& isa = *model_.isa;
-  const int G = g.group_size;
-  if (rows > rows_) {
-    rows_ = rows;
-    for (Register& r : registers_) {
-      if (r.quantised) {
-        const int stride = ceil_div(r.width, G) * G;
-        r.codes.assign(size_t(ceil_div(rows, isa.interleave) * isa.interleave) * size_t(stride), 0);
-        r.scale.assign(size_t(rows), 0);
-        r.sums.assign(size_t(rows) * size_t(stride / G), 0);
-      } else {
-        r.x.assign(size_t(rows) * size_t(r.width), 0);
-      }
+  const int G = g.group_size, I = model_.isa->interleave;
+  auto at_least = [](auto& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size_t(size));
+  };
+  int64_t own = 0;
+  for (size_t i = 0; i < registers_.size(); i++) {
+    const Register& r = registers_[i];
+    Buffer& buffer = model_.buffers[i];
+    own = std::max<int64_t>(own, r.width);
+    if (!r.quantised) {
+      at_least(buffer.x, int64_t(rows) * r.width);
+      continue;
     }
+    const int64_t groups = ceil_div(r.width, G);
+    at_least(buffer.codes, ceil_div(rows, I) * I * groups * G);
+    at_least(buffer.scale, rows);
+    at_least(buffer.sums, rows * groups);
   }
-  const int few = std::min(batch_.M, kFewRows);
-  const size_t one = size_t(blocks) * size_t(2 + g.head_dim);
-  if (batch_.M <= kFewRows) partial_.resize(std::max(partial_.size(), one * few * g.num_heads));
-  size_t own = 0;
-  for (const Register& r : registers_) own = std::max(own, size_t(r.width));
-  if (batch_.M > kFewRows) own = std::max(own, one * kMaxQuery);
-  for (auto& s : scratch_)
-    if (s.size() < own) s.resize(own);
+  const int64_t one = int64_t(blocks) * (2 + g.head_dim);
+  if (rows <= kFewRows)
+    at_least(model_.partial, one * rows * g.num_heads);
+  else
+    own = std::max(own, one * kMaxQuery);
+  for (auto& s : model_.scratch) at_least(s, own);
 }
 
 int Program::tiles_a_chunk(const Op& op) const {
@@ -129,10 +131,11 @@ void Program::chunk(int number, int index, int thread) {
 }
 
 Activation Program::activation(int number, int rows) {
-  Register& r = registers_[size_t(number)];
-  const int G = model_.geometry.group_size, groups = ceil_div(r.width, G);
+  Buffer& b = model_.buffers[size_t(number)];
+  const int G = model_.geometry.group_size;
+  const int groups = ceil_div(registers_[size_t(number)].width, G);
   const int interleave = rows == 1 ? 1 : model_.isa->interleave;
-  return {r.codes.data(), r.scale.data(), r.sums.data(), groups * G, groups, interleave};
+  return {b.codes.data(), b.scale.data(), b.sums.data(), groups * G, groups, interleave};
 }
 
 void Program::embed(const Op& op, int row) {
@@ -168,7 +171,7 @@ void Program::quantise(const Op& op, int index, int thread) {
     else if (op.kind == kQuantise)
       isa.quantise(x, width, r, G, a);
     else
-      isa.silu_mul_quantise(x, width / 2, r, G, a, scratch_[size_t(thread)].data());
+      isa.silu_mul_quantise(x, width / 2, r, G, a, model_.scratch[size_t(thread)].data());
   }
 }
 
@@ -246,7 +249,7 @@ void Program::attention(const Op& op, int index, int thread) {
     a.block1 = std::min(blocks_, a.block0 + kBlocksAChunk);
     a.partial_stride = blocks_ * one;
     // query vectors of a row and kv head are neighbours: [kv head][row][query of the group]
-    a.partial = partial_.data() + (int64_t(a.kv_head) * M + a.row0) * group * a.partial_stride +
+    a.partial = model_.partial.data() + (int64_t(a.kv_head) * M + a.row0) * group * a.partial_stride +
                 a.block0 * one;
     model_.isa->attention(g, cache_->layer(op.layer), a);
     return;
@@ -255,7 +258,7 @@ void Program::attention(const Op& op, int index, int thread) {
   for (int r = a.row0; r < a.row0 + a.rows; r++) last = std::max(last, batch_.positions[r]);
   a.block1 = int(last / kBlock) + 1;
   a.partial_stride = a.block1 * one;
-  a.partial = scratch_[size_t(thread)].data();
+  a.partial = model_.scratch[size_t(thread)].data();
   model_.isa->attention(g, cache_->layer(op.layer), a);
   for (int i = 0; i < a.rows * group; i++) {
     const int64_t row = a.row0 + i / group, head = a.kv_head * group + i % group;
@@ -270,7 +273,7 @@ void Program::combine(const Op& op, int row) {
   const int64_t stride = blocks_ * int64_t(2 + g.head_dim);
   for (int h = 0; h < g.num_heads; h++) {
     const int64_t vector = (int64_t(h / group) * batch_.M + row) * group + h % group;
-    model_.isa->combine(g, partial_.data() + vector * stride, blocks_,
+    model_.isa->combine(g, model_.partial.data() + vector * stride, blocks_,
                         floats(op.out) + (int64_t(row) * g.num_heads + h) * g.head_dim);
   }
 }

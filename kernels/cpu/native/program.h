@@ -65,6 +65,14 @@ struct Cache {
   int32_t Dk = 0, Dv = 0;
 };
 
+// Where a register lives. All programs of a model share them: nothing outlives a pass.
+struct Buffer {
+  std::vector<float> x;
+  std::vector<int8_t> codes;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;
+};
+
 struct Model {
   Geometry geometry;
   const Isa* isa;
@@ -73,6 +81,10 @@ struct Model {
   const int8_t* embedding;
   const float* embedding_scale;
   const float *cos, *sin;
+  std::vector<Buffer> buffers{};
+  std::vector<float> partial{};                // attention of few rows: [row][head][block][2 + D]
+  std::vector<std::vector<float>> scratch{};   // a thread's own
+  int64_t workspace_bytes() const;
 };
 
 class Program : public Steps {
@@ -80,15 +92,10 @@ class Program : public Steps {
   Program(Model& model, const Op* ops, int count, const int32_t* widths, int registers);
   void run(const Batch& batch, Cache& cache);
   void chunk(int op, int index, int thread) override;
-  int64_t workspace_bytes() const;
 
  private:
   struct Register {
     int32_t width;
-    std::vector<float> x;
-    std::vector<int8_t> codes;
-    std::vector<float> scale;
-    std::vector<int32_t> sums;
     bool quantised;
   };
   struct Best {
@@ -101,7 +108,7 @@ class Program : public Steps {
   int chunks_of(const Op& op) const;
   int tiles_a_chunk(const Op& op) const;
   Activation activation(int number, int rows);
-  float* floats(int number) { return registers_[size_t(number)].x.data(); }
+  float* floats(int number) { return model_.buffers[size_t(number)].x.data(); }
   void embed(const Op& op, int row);
   void select(const Op& op);
   void linear(const Op& op, int index);
@@ -117,12 +124,10 @@ class Program : public Steps {
   std::vector<Register> registers_;
   std::vector<int32_t> chunks_;
   std::vector<Best> best_;                     // [chunk of the head][row]
-  std::vector<float> partial_;                 // few rows: [row][head][block][2 + D]
-  std::vector<std::vector<float>> scratch_;    // a thread's own
   std::atomic<int> head_left_{0};
   Batch batch_{};
   Cache* cache_ = nullptr;
-  int rows_ = 0, blocks_ = 0, head_rows_ = 0;
+  int blocks_ = 0, head_rows_ = 0;
 };
 
 }  // namespace edge

@@ -50,13 +50,18 @@ class StepTimes:
         return self._base_share * self.verify(1)
 
     def verify(self, rows: int) -> float:
-        """Seconds of a target step: measured, or from the nearest number of rows that is."""
-        measured = [r for view, r in self._times if view == "w8"]
+        """Seconds of a target step: measured, or on the line through the nearest two that are."""
+        measured = sorted(r for view, r in self._times if view == "w8")
+        if rows in measured:
+            return self._median("w8", rows)
         if not measured:
             return 1.0 + ROW_COST * (rows - 1)
-        nearest = min(measured, key=lambda r: (abs(r - rows), r))
-        scale = (1.0 + ROW_COST * (rows - 1)) / (1.0 + ROW_COST * (nearest - 1))
-        return self._median("w8", nearest) * scale
+        first, *others = sorted(measured, key=lambda r: (abs(r - rows), r))
+        here = self._median("w8", first)
+        slope = ROW_COST * here / (1.0 + ROW_COST * (first - 1))
+        if others:  # a step of more rows is not faster, whatever the noise says
+            slope = max(0.0, (self._median("w8", others[0]) - here) / (others[0] - first))
+        return max(here + slope * (rows - first), 0.1 * here)
 
     def _median(self, view: str, rows: int) -> float:
         return statistics.median(self._times[view, rows])

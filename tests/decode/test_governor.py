@@ -93,3 +93,14 @@ def test_step_times_are_medians_and_scale_to_rows_not_measured() -> None:
     assert times.verify(1) < times.verify(4) < 1.3 * times.verify(1)
     times.add("w4", 1, 0.7)
     assert times.draft() == 0.7
+
+
+def test_rows_that_cost_much_are_seen_after_two_numbers_of_them() -> None:
+    times = StepTimes(0.5)
+    times.add("w8", 1, 10.0)
+    assert times.verify(8) < 14.0
+    times.add("w8", 3, 20.0)  # a long context: attention of every row
+    assert times.verify(2) == 15.0
+    assert times.verify(8) == 45.0
+    times.add("w8", 4, 5.0)  # noise
+    assert times.verify(8) == 5.0

@@ -1,6 +1,6 @@
 """Exactness on a real model over 40 prompts: every draft length, source, policy and adversary.
 
-    python tools/identity_grid.py DIR --data ../shared/data --out grid.jsonl [--workers 2]
+    python tools/identity_grid.py DIR --data ../shared/data --out FILE [--workers 2] [--backend cpu]
 
 The cases are those of `bitnest-edge selftest --full`; the prompts are 4 of more than 2,000 tokens,
 10 of gsm8k, 10 of humaneval, 10 of mt_bench and 6 conversations. 64 new tokens each, the end token
@@ -52,14 +52,11 @@ def prompts(data: Path) -> list[str]:
 _engine: Any = None
 
 
-def _open(model: str) -> None:
+def _open(model: str, backend: str) -> None:
     global _engine
-    import torch
-
     from edge_runtime.decode.engine import Engine
 
-    torch.set_num_threads(1)
-    _engine = Engine.open(model, view="nest", draft=4, draft_source="base", ctx=CONTEXT)
+    _engine = Engine.open(model, backend=backend, threads=1, ctx=CONTEXT)
 
 
 def _run(task: tuple[int, str, list[int], bool]) -> list[dict[str, Any]]:
@@ -123,12 +120,16 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     rows = [json.loads(line) for line in lines]
     todo = list(tasks(prompts(args.data), {(row["prompt"], row["case"]) for row in rows}))
     context = multiprocessing.get_context("spawn")
-    with context.Pool(args.workers, _open, (args.model,)) as pool, args.out.open("a") as out:
+    with (
+        context.Pool(args.workers, _open, (args.model, args.backend)) as pool,
+        args.out.open("a") as out,
+    ):
         for number, found in enumerate(pool.imap_unordered(_run, todo), 1):
             rows += found
             out.writelines(json.dumps(row) + "\n" for row in found)

@@ -182,7 +182,7 @@ def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
     """Convert with progress on stderr. Raises what `open_source` and `Conversion` raise."""
     from edge_runtime.convert.calibrate import calibration_documents
     from edge_runtime.convert.source import open_source
-    from edge_runtime.decode.engine import peak_rss_bytes
+    from edge_runtime.decode.memory import peak_rss_bytes
 
     if options.calibration is not None:
         calibration_documents(options.calibration)  # refuse a bad file before anything is read

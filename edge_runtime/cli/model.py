@@ -240,7 +240,8 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     from edge_runtime.convert.original import float_model
     from edge_runtime.convert.source import open_source
     from edge_runtime.decode.draft import choose_draft
-    from edge_runtime.decode.engine import Engine, fit_context
+    from edge_runtime.decode.engine import Engine
+    from edge_runtime.decode.memory import fit_context
     from edge_runtime.text.tokenizer import Tokenizer
 
     manifest = checkpoint.manifest

@@ -20,16 +20,16 @@ from edge_runtime.decode import arguments
 from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.governor import Governor, StepTimes
+from edge_runtime.decode.memory import fit_context, peak_rss_bytes
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
-from edge_runtime.errors import BudgetError, ContextError, UsageError
+from edge_runtime.errors import ContextError, UsageError
 from edge_runtime.format.reader import Checkpoint
-from edge_runtime.format.spec import ModelSpec, TextSpec
-from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
+from edge_runtime.format.spec import TextSpec
 from edge_runtime.kernels.ops import View
 from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
-from edge_runtime.model.transformer import activation_bytes, geometry
+from edge_runtime.model.transformer import geometry
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
@@ -127,16 +127,8 @@ class Engine:
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
-        weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
-        shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=manifest.rotation.r3)
-        model = Model(
-            manifest.spec,
-            kernels.open_backend(name, weights, shape, threads),
-            r1=None if manifest.rotation.kind == "none" else checkpoint.plane("r1"),
-            r1_scale=manifest.rotation.scale,
-        )
         return cls(
-            model,
+            load_model(checkpoint, name, context, threads),
             Tokenizer.from_json(checkpoint.tokenizer_json(), manifest.text.eos_ids),
             manifest.text,
             view=cast(Views, view),
@@ -287,71 +279,15 @@ class Engine:
         return [items], True
 
 
-def fit_context(
-    spec: ModelSpec,
-    ctx: str | int,
-    backend: str,
-    budget_bytes: int | None,
-    reserve_bytes: int,
-    *,
-    view: str = "nest",
-    group_size: int = 64,
-) -> int:
-    """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
-
-    Raises BudgetError with the numbers, UsageError for an impossible value.
-    """
-    available = psutil.virtual_memory().available - reserve_bytes
-    limit = available if budget_bytes is None else min(available, budget_bytes)
-    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
-    weights, embedding = spec_weights(spec), spec.vocab_size * spec.hidden_size
-    if view == "fp":
-        per_token = kv_plain_per_token_bytes(*shape)
-        fixed = kernels.float_fixed_bytes(weights, embedding)
-    else:
-        per_token = kv_stored_per_token_bytes(*shape)
-        fixed = kernels.fixed_bytes(
-            weights,
-            embedding,
-            backend,
-            group_size=group_size,
-            workspace=DEFAULT_CHUNK * activation_bytes(spec),
-        )
-    fits = max(0, (limit - fixed) // per_token)
-    asked = arguments.context(ctx)
-    if asked is None:
-        context = min(spec.max_position, fits)
-    else:
-        context = asked
-        longest = spec.max_position
-        if spec.rope.kind == "dynamic":  # made to go beyond what the model was trained on
-            longest = int(longest * spec.rope.factor)
-        if context > longest:
-            raise UsageError(
-                f"context: this model was made for at most {longest} positions, got "
-                + arguments.shown(context)
-            )
-    if context > fits or context < 2:
-        raise BudgetError(
-            f"memory: weights and workspace take about {fixed / 2**20:.0f} MiB and "
-            f"{max(context, 2)} tokens of context {max(context, 2) * per_token / 2**20:.0f} MiB, "
-            f"{max(0, limit) / 2**20:.0f} MiB are available"
-            + ("" if limit == available else f" within the budget of {limit / 2**20:.0f} MiB"),
-            f"the largest context that fits is {fits}"
-            if fits >= 2
-            else "raise --budget, lower --reserve, or use a smaller model",
-        )
-    return context
-
-
-def spec_weights(spec: ModelSpec) -> int:
-    """Number of weights in all linears."""
-    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
-    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def load_model(checkpoint: Checkpoint, backend: str, context: int, threads: int | None) -> Model:
+    """Bring the weights of a checkpoint to a backend that `kernels.choose_backend` has named."""
+    manifest = checkpoint.manifest
+    rotation = manifest.rotation
+    weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
+    shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=rotation.r3)
+    return Model(
+        manifest.spec,
+        kernels.open_backend(backend, weights, shape, threads),
+        r1=None if rotation.kind == "none" else checkpoint.plane("r1"),
+        r1_scale=rotation.scale,
+    )

@@ -14,7 +14,7 @@ from edge_runtime import kernels
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
 from edge_runtime.decode import engine
-from edge_runtime.decode.engine import fit_context, spec_weights
+from edge_runtime.decode.memory import fit_context, spec_weights
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import ModelSpec

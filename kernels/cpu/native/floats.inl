@@ -226,9 +226,9 @@ void argmax(const float* x, int n, float* best, int32_t* index, bool* finite) {
 }
 
 uint64_t checksum(const uint8_t* data, int64_t bytes) {
-  uint64_t lanes[64] = {};
-  for (int64_t i = 0; i + 512 <= bytes; i += 512)
-    for (int l = 0; l < 64; l++) {
+  uint64_t lanes[16] = {};  // more would not stay in the registers of small instruction sets
+  for (int64_t i = 0; i + 128 <= bytes; i += 128)
+    for (int l = 0; l < 16; l++) {
       uint64_t word;
       std::memcpy(&word, data + i + 8 * l, 8);
       lanes[l] += word;

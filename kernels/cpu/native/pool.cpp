@@ -14,7 +14,9 @@ namespace {
 
 constexpr int kSpinsInside = 4000;    // of a step: some 40 us, longer than the longest chunk
 constexpr int kSpinsBetween = 20000;  // steps: some 200 us, longer than the host's part of one
-constexpr std::chrono::microseconds kStall{400};  // longer than any chunk
+// A wait is a stall if it takes longer than this and than some of the caller's own chunks.
+constexpr std::chrono::microseconds kStall{400};
+constexpr int kStallChunks = 4;
 
 // The ticket: step in 24 bits, op in 16, chunk in 24. Op kEnd: nothing is left of the step.
 constexpr int kOpShift = 24, kStepShift = 40;
@@ -118,6 +120,8 @@ void Pool::finish(uint64_t step, int op) {
 }
 
 void Pool::work(uint64_t step, int thread) {
+  using Clock = std::chrono::steady_clock;
+  Clock::duration own{};  // the last chunk here
   while (true) {
     uint64_t ticket = ticket_.load();
     const uint64_t op = op_of(ticket);
@@ -125,14 +129,17 @@ void Pool::work(uint64_t step, int thread) {
     const int32_t total = current_.load()[op].load(std::memory_order_relaxed);
     if (int32_t(ticket & kChunkMask) < total) {
       if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
+      const auto since = Clock::now();
       steps_->chunk(int(op), int(ticket & kChunkMask), thread);
+      own = Clock::now() - since;
       if (done_.fetch_add(1) + 1 == total) finish(step, int(op));
       continue;
     }
     auto moved = [&] { return ticket_.load() >> kOpShift != ticket >> kOpShift; };
-    const auto since = std::chrono::steady_clock::now();
+    const auto since = Clock::now();
     wait(moved, kSpinsInside);
-    if (thread == 0 && std::chrono::steady_clock::now() - since > kStall) stalled_ = true;
+    const Clock::duration waited = Clock::now() - since;
+    if (thread == 0 && waited > kStall && waited > kStallChunks * own) stalled_ = true;
   }
 }
 

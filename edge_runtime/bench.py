@@ -29,10 +29,14 @@ MODES = ("w8", "w4", "nest")
 
 @runtime_checkable
 class ReadsMemory(Protocol):
-    """A backend that can say how fast its threads read memory."""
+    """A backend that can say how fast its threads read memory, and leave ops out."""
 
     def read_seconds(self, data: np.ndarray[Any, Any]) -> float:
         """Return the seconds that one pass over `data` takes."""
+        ...
+
+    def run(self, program: ops.Program, batch: ops.Batch, cache: Any, *, skip: int) -> Any:
+        """Replay a program without the kinds of ops whose bits are set."""
         ...
 
 
@@ -73,6 +77,19 @@ def bandwidth(engine: Engine, repeats: int) -> Sample | None:
     data = np.ones(READ_BYTES, np.uint8)
     backend.read_seconds(data)
     return Sample([READ_BYTES / backend.read_seconds(data) / 1e9 for _ in range(repeats)])
+
+
+def empty_step(engine: Engine, repeats: int = 500) -> Sample | None:
+    """Measure the seconds of a step whose kernels are all left out; None if they cannot be."""
+    backend = engine.model.backend
+    if not isinstance(backend, ReadsMemory):
+        return None
+    program, batch, found = engine.model.program("w8"), _batch(1, 0), Sample()
+    for _ in range(repeats):
+        started = time.perf_counter()
+        backend.run(program, batch, engine.cache, skip=-1)
+        found.values.append(time.perf_counter() - started)
+    return found
 
 
 def _batch(rows: int, start: int, num_logits: int = 1) -> ops.Batch:
@@ -151,7 +168,11 @@ def kernels(
         _kernel_row(view, role, M, size, sample, ceiling)
         for (view, role, _, size, M), sample in zip(todo, seconds, strict=True)
     ]
-    return _head(engine, read) | {"rows": found}
+    empty = empty_step(engine)
+    return _head(engine, read) | {
+        "empty_step_s": None if empty is None else empty.document(),
+        "rows": found,
+    }
 
 
 def _kernel_row(
@@ -217,7 +238,7 @@ def decode(
         "prompts": len(asked),
         "new_tokens": new_tokens,
         "differing": differing,
-        "governor": engine.governor.why,
+        "draft_why": engine.governor.why if drafting.governed else drafting.why,
         "rows": rows,
     }
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 
 from edge_runtime.errors import BackendUnavailable, UsageError, cut
+from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA
 from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
-CPU_RUNTIME_BYTES = 65 << 20  # interpreter, libraries, tokenizer
+CPU_RUNTIME_BYTES = 66 << 20  # interpreter, libraries, tokenizer
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -35,32 +36,53 @@ def backend_status() -> list[tuple[str, bool, str]]:
 
 
 def _cpu_status() -> tuple[bool, str]:
+    try:
+        return True, f"native kernels, instruction set {_cpu_isa(0, 0)}"
+    except (BackendUnavailable, UsageError) as error:
+        return False, f"{error.message} ({error.hint})" if error.hint else error.message
+
+
+def _cpu_isa(head_dim: int, heads_per_kv: int) -> str:
+    """Return the instruction set that the native kernels use. Raises BackendUnavailable where they
+    do not run, UsageError for one that the user asks for and this machine lacks."""
     from edge_runtime.kernels.cpu import library
 
-    try:
-        return True, f"native kernels, instruction set {library.choose_isa()}"
-    except (BackendUnavailable, UsageError) as error:
-        return False, str(error)
+    isa = library.choose_isa()
+    if reason := library.limits(head_dim, heads_per_kv):
+        raise BackendUnavailable(reason, "use --backend reference")
+    return isa
 
 
-def choose_backend(name: str) -> tuple[str, str]:
-    """Resolve `auto` and check availability; return (name, why). Raises BackendUnavailable."""
-    status = {n: (ok, reason) for n, ok, reason in backend_status()}
-    if name == "auto":
-        for candidate in ("cuda", "cpu", "reference"):
-            if status[candidate][0]:
-                return candidate, status[candidate][1]
-        reasons = "; ".join(f"{n}: {r}" for n, (_, r) in status.items())
-        raise BackendUnavailable(f"no backend can run here ({reasons})", TORCH_HINT)
-    if name not in status:
+def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple[str, str]:
+    """Resolve `auto` and check availability for a model; return (name, why).
+
+    head_dim, heads_per_kv (query heads for a KV head): 0 for any model. Raises BackendUnavailable,
+    and UsageError for an unknown name or instruction set.
+    """
+    if name not in (*BACKENDS, "auto"):
         raise UsageError(
             f"backend: expected auto or one of {', '.join(BACKENDS)}, got {cut(name)!r}"
         )
-    ok, reason = status[name]
-    if not ok:
-        hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"
-        raise BackendUnavailable(f"backend {name} is not available: {reason}", hint)
-    return name, reason
+    status = {n: (ok, reason) for n, ok, reason in backend_status()}
+    lost = f"cuda: {status['cuda'][1]}"
+    if name in ("auto", "cpu"):
+        try:
+            return "cpu", f"native kernels, instruction set {_cpu_isa(head_dim, heads_per_kv)}"
+        except BackendUnavailable as error:
+            if name == "cpu":
+                raise
+            lost = f"cpu: {error.message} ({error.hint})"
+    ok, reason = status["cuda" if name == "cuda" else "reference"]
+    if ok and name == "auto":
+        return "reference", f"{reason}, slow; not {lost}"
+    if ok:
+        return name, reason
+    if name == "auto":
+        raise BackendUnavailable(
+            f"no backend can run here: {lost}; reference: {reason}", TORCH_HINT
+        )
+    hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"
+    raise BackendUnavailable(f"backend {name} is not available: {reason}", hint)
 
 
 def fixed_bytes(
@@ -78,6 +100,20 @@ def fixed_bytes(
     mult = num_weights // 64 * 2 * 8  # one fp64 number a group in each
     wide = num_embedding * 8  # the largest linear once in fp64, for prompts
     return views + mult + wide + num_embedding + RUNTIME_BYTES
+
+
+def attention_per_token_bytes(
+    backend: str, num_heads: int, head_dim: int, threads: int | None
+) -> int:
+    """Bytes besides the KV cache that a backend needs for every token of context."""
+    rope = 4 * head_dim  # cos and sin, fp32
+    if backend != "cpu":
+        return rope
+    from edge_runtime.kernels.cpu.threads import usable_cores
+
+    # what attention keeps of each block of the cache: of eight rows, and of 32 queries a thread
+    vectors = (MAX_GAMMA + 1) * num_heads + 32 * (threads or usable_cores())
+    return rope + 4 * vectors * (head_dim + 2) // KV_BLOCK
 
 
 def float_fixed_bytes(num_weights: int, num_embedding: int) -> int:

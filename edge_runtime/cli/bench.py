@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from edge_runtime.cli.model import EngineOptions, open_model
+from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint, open_model
 from edge_runtime.cli.options import (
     backend_option,
+    ctx_option,
     draft_option,
     draft_source_option,
     json_option,
@@ -41,6 +42,8 @@ def kernels(model: str, backend: str, threads: int | None, repeats: int, as_json
     options = EngineOptions(backend=backend, threads=threads, ctx=64, draft="1")
     with open_model(model, options) as engine, Progress() as progress:
         document = bench.kernels(engine, repeats=repeats, progress=progress)
+    if empty := document["empty_step_s"]:
+        click.echo(f"a step without its kernels: {empty['median'] * 1e6:.1f} us", err=as_json)
     for line in kernel_lines(document):
         click.echo(line, err=as_json)
     if as_json:
@@ -68,6 +71,7 @@ def kernels(model: str, backend: str, threads: int | None, repeats: int, as_json
 @draft_option
 @draft_source_option
 @kv_policy_option
+@ctx_option
 @threads_option
 @json_option
 def decode(
@@ -79,6 +83,7 @@ def decode(
     draft: str,
     draft_source: str,
     kv_policy: str,
+    ctx: str | int,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -86,17 +91,21 @@ def decode(
     from edge_runtime import bench
     from edge_runtime.cli.progress import Progress
     from edge_runtime.cli.selftest import built_in_prompts, fitting, read_prompts
+    from edge_runtime.format.reader import Checkpoint
 
     asked = read_prompts(prompts) if prompts is not None else built_in_prompts()
+    checkpoint = Checkpoint(checkpoint_path(model))
+    if ctx == "auto":
+        ctx = min(DECODE_CONTEXT, checkpoint.manifest.spec.max_position)
     options = EngineOptions(
         backend=backend,
         draft=draft,
         draft_source=draft_source,
         kv_policy=kv_policy,
         threads=threads,
-        ctx=DECODE_CONTEXT,
+        ctx=ctx,
     )
-    with open_model(model, options) as engine:
+    with open_checkpoint(checkpoint, options) as engine:
         ids = fitting(engine, asked[:limit], new_tokens, shorten=prompts is None)
         with Progress() as progress:
             document = bench.decode(engine, ids, new_tokens=new_tokens, progress=progress)
@@ -151,6 +160,6 @@ def decode_lines(document: dict[str, Any]) -> list[str]:
     verdict = "none" if not document["differing"] else str(document["differing"])
     lines.append(
         f"{document['prompts']} prompts x {document['new_tokens']} tokens; answers of nest that "
-        f"differ from w8: {verdict}; {document['governor']}"
+        f"differ from w8: {verdict}; {document['draft_why']}"
     )
     return lines

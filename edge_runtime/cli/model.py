@@ -83,7 +83,9 @@ def open_checkpoint(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         engine.policy,
         engine.context,
     )
-    log.debug("backend %s: %s", engine.backend_name, engine.backend_why)
+    slow = options.backend == "auto" and options.view != "fp" and engine.backend_name == "reference"
+    level = logging.WARNING if slow else logging.DEBUG
+    log.log(level, "backend %s: %s", engine.backend_name, engine.backend_why)
     log.debug("draft %d %s: %s", d.gamma, d.source, d.why)
     return engine
 

@@ -115,14 +115,18 @@ class Engine:
         if not isinstance(path, Checkpoint):
             path = Checkpoint(arguments.folder("path", path))
         checkpoint, manifest = path, path.manifest
-        name, why = kernels.choose_backend(arguments.word("backend", backend))
+        spec = manifest.spec
+        name, why = kernels.choose_backend(
+            arguments.word("backend", backend), spec.head_dim, spec.num_heads // spec.num_kv_heads
+        )
         context = fit_context(
-            manifest.spec,
+            spec,
             ctx,
             name,
             budget_bytes,
             reserve_bytes,
             group_size=manifest.group_size,
+            threads=threads,
         )
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)

@@ -224,7 +224,7 @@ class Generation:
         engine.governor.times.add("w8", len(rows), time.perf_counter() - started)
         if isinstance(self._source, GovernedDraft):
             self._source.judged(len(chosen) - 1)
-            self.result.draft_why = engine.governor.why
+            self.result.draft_why = engine.governor.why or engine.draft.why
         engine.filled(rows[: len(chosen)])
         self._stats.cycles += 1
         self._stats.drafted += len(draft)

@@ -103,7 +103,7 @@ class Governor:
     )
     idle: int = 0  # cycles since the last base draft
     look: int = FIRST_LOOK
-    why: str = "nothing measured yet"
+    why: str = ""  # of the last cycle
 
     def base_gamma(self, most: int, found: int = 0) -> int:
         """Return how many tokens to draft with the base plane, 0…most.
@@ -112,6 +112,7 @@ class Governor:
         """
         most = min(most, MAX_GAMMA)
         if not self.use_base or most < 1:
+            self.why = f"look-up only: acceptance {self.acceptance['ngram'].rate:.2f}"
             return 0
         alone = 1.0 / self.times.verify(1)
         rate = self.acceptance["base"].rate

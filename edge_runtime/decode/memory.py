@@ -27,6 +27,7 @@ def fit_context(
     *,
     view: str = "nest",
     group_size: int = 64,
+    threads: int | None = None,
 ) -> int:
     """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
 
@@ -40,7 +41,9 @@ def fit_context(
         per_token = kv_plain_per_token_bytes(*shape)
         fixed = kernels.float_fixed_bytes(weights, embedding)
     else:
-        per_token = kv_stored_per_token_bytes(*shape)
+        per_token = kv_stored_per_token_bytes(*shape) + kernels.attention_per_token_bytes(
+            backend, spec.num_heads, spec.head_dim, threads
+        )
         fixed = kernels.fixed_bytes(
             weights,
             embedding,

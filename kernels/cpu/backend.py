@@ -7,130 +7,21 @@ backend for every instruction set, number of threads and number of rows.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_runtime.errors import BudgetError, NumericError
+from edge_runtime.errors import BudgetError, UsageError
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cpu import library
+from edge_runtime.kernels.cpu.arena import Arena
+from edge_runtime.kernels.cpu.logits import CpuLogits, LogitsBuffer
 from edge_runtime.kernels.layout import padded
-from edge_runtime.kernels.sampling import Parameters
 
 TILE_ROWS = 32
-LINE, HUGE_PAGE, ARENA_BLOCK = 64, 2 << 20, 64 << 20
-SAMPLING_FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "seed"),
-)
-MAX_HEAD_DIM, MAX_HEADS_A_GROUP = 512, 32
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-class Arena:
-    """Memory on huge pages, given out piece by piece from blocks that grow with the need."""
-
-    def __init__(self) -> None:
-        self._blocks: list[npt.NDArray[np.uint8]] = []
-        self._used = 0
-
-    def take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the next piece, on a line of the cache."""
-        if not self._blocks or self._used + size_bytes > len(self._blocks[-1]):
-            # pages that nobody touches take no memory
-            size = padded(max(size_bytes, ARENA_BLOCK), HUGE_PAGE) + HUGE_PAGE
-            # private: shared memory gets no huge pages
-            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            block.madvise(mmap.MADV_HUGEPAGE)
-            whole = np.frombuffer(block, np.uint8)
-            self._blocks.append(whole[-whole.ctypes.data % HUGE_PAGE :])
-            self._used = 0
-        start = self._used
-        self._used = start + padded(size_bytes, LINE)
-        return self._blocks[-1][start : start + size_bytes]
-
-
-class LogitsBuffer:
-    """Where a pass leaves its logits: fp32 [rows, width], the best id per row, whether all are
-    finite. Addresses are asked for once: numpy takes a microsecond for each."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.rows = rows
-        self.values = np.empty((rows, width), np.float32)
-        self.best = np.empty(rows, np.int32)
-        self.finite = np.ones(1, np.int32)
-        self.addresses = tuple(a.ctypes.data for a in (self.values, self.best, self.finite))
-
-
-class CpuLogits:
-    """fp32 [rows, V]; the best id per row was found while they were made."""
-
-    def __init__(self, owner: CpuBackend, buffer: LogitsBuffer, rows: int) -> None:
-        self._owner, self._buffer, self._num = owner, buffer, rows
-
-    def __del__(self) -> None:
-        """Give the buffer back for the next pass."""
-        self._owner.spare = self._buffer
-
-    @property
-    def _rows(self) -> npt.NDArray[np.float32]:
-        return self._buffer.values[: self._num, : self._owner.geometry.num_tokens]
-
-    def _check(self) -> None:
-        if not self._buffer.finite[0]:
-            raise NumericError(
-                "logits hold NaN or infinity",
-                "the weights or an embedding row given by the caller are broken",
-            )
-
-    def argmax(self, allowed: Sequence[int] | ops.I64 | None = None) -> list[int]:
-        """Return the lowest winning id per row."""
-        self._check()
-        if allowed is None:
-            best: list[int] = self._buffer.best[: self._num].tolist()
-            return best
-        ids = np.unique(np.asarray(allowed, dtype=np.int64))
-        return [int(ids[i]) for i in self._rows[:, ids].argmax(-1)]
-
-    def sample(
-        self,
-        row: int,
-        position: int,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        parameters: Parameters,
-        allowed: ops.I64 | None = None,
-    ) -> int:
-        """Choose a token from one row."""
-        self._check()
-        p = parameters
-        # a long prompt is not copied for a penalty that is off
-        seen = np.array(prompt if p.repetition_penalty != 1 else (), np.int64)
-        own = np.array(answer, np.int64)
-        ids = None if allowed is None else np.ascontiguousarray(allowed, np.int32)
-        args = library.SampleArgs(
-            logits=self._rows[row].ctypes.data,
-            prompt=seen.ctypes.data,
-            answer=own.ctypes.data,
-            allowed=None if ids is None else ids.ctypes.data,
-            prompt_length=len(seen),
-            answer_length=len(own),
-            num_tokens=self._rows.shape[1],
-            num_allowed=0 if ids is None else len(ids),
-            position=position,
-        )
-        for name in SAMPLING_FIELDS:
-            setattr(args, name, getattr(p, name))
-        return int(self._owner.lib.edge_sample(self._owner.model, args))
-
-    def numpy(self) -> ops.F32:
-        """Return a copy of the logits."""
-        self._check()
-        return np.array(self._rows)
 
 
 class CpuCache:
@@ -192,8 +83,7 @@ class CpuBackend:
         self, weights: ops.ModelWeights, geometry: ops.Geometry, threads: int, isa: str
     ) -> None:
         """threads: of the pool, the caller's included; isa: one of `library.available_isas`."""
-        assert geometry.head_dim <= MAX_HEAD_DIM, geometry.head_dim
-        assert geometry.num_heads // geometry.num_kv_heads <= MAX_HEADS_A_GROUP, geometry
+        assert not library.limits(geometry.head_dim, geometry.num_heads // geometry.num_kv_heads)
         self.lib = library.load()
         self.geometry, self.isa, self.threads = geometry, isa, threads
         self.spare: LogitsBuffer | None = None
@@ -210,7 +100,7 @@ class CpuBackend:
             group_size,
             np.float32(1.0) / np.sqrt(np.float32(geometry.head_dim)),
         )
-        self.model = self.lib.edge_model_new(
+        self._model: int | None = self.lib.edge_model_new(
             self._native_geometry,
             isa.encode(),
             threads,
@@ -280,10 +170,22 @@ class CpuBackend:
         for _, program, _ in self._programs.values():
             self.lib.edge_program_free(program)
         self._programs.clear()
-        if self.model:
-            self.lib.edge_model_free(self.model)
-            self.model = None
+        if self._model:
+            self.lib.edge_model_free(self._model)
+            self._model = None
         self._arrays.clear()
+
+    def __del__(self) -> None:
+        """Close what was dropped without it."""
+        if getattr(self, "_model", None):
+            self.close()
+
+    @property
+    def model(self) -> int:
+        """Address of the native model. Raises UsageError after `close`."""
+        if not self._model:
+            raise UsageError("the engine is closed", "open it again with Engine.open")
+        return self._model
 
     def _set_inputs(self, rows: int) -> None:
         """Make room for positions, first full tokens and ids of a pass."""

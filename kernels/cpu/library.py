@@ -18,6 +18,7 @@ from ctypes import (
     c_int64,
     c_uint64,
     c_void_p,
+    sizeof,
 )
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ from edge_runtime.errors import BackendUnavailable, UsageError
 NAME = "libedge_cpu.so"
 ISAS = ("avx512_vnni", "avx2", "dotprod", "portable")  # the best first
 ISA_VARIABLE = "BITNEST_ISA"
+MAX_HEAD_DIM, MAX_HEADS_PER_KV = 512, 32  # kMaxDim, kMaxQuery
+REINSTALL = "install bitnest-edge again on this machine"
 KINDS = (  # OpKind
     *("embed", "norm_quantise", "quantise", "linear", "rope_kv", "attention", "combine"),
     *("silu_mul_quantise", "select_rows", "head"),
@@ -94,7 +97,17 @@ class SampleArgs(Structure):
     )
 
 
+ABI = (
+    (  # edge_abi
+        (sizeof(Op) * 1000 + sizeof(Batch)) * 1000 + sizeof(SampleArgs)
+    )
+    * 1000
+    + sizeof(LinearArgs)
+    + sizeof(Geometry)
+)
+
 SIGNATURES = {
+    "edge_abi": (c_int64, ()),
     "edge_isa_available": (c_int32, (c_char_p,)),
     "edge_model_new": (
         c_void_p,
@@ -149,11 +162,24 @@ def load() -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise BackendUnavailable(
-            f"the native CPU kernels at {path} cannot be loaded: {error}",
-            "install bitnest-edge again on this machine",
-        ) from None
+        raise BackendUnavailable(f"native CPU kernels: {error}", REINSTALL) from None
+    if library.edge_abi() != ABI:
+        raise BackendUnavailable(f"{path}: built for another version of bitnest-edge", REINSTALL)
     return library
+
+
+def limits(head_dim: int, heads_per_kv: int) -> str:
+    """Return why a model is too wide for these kernels, or nothing."""
+    if head_dim > MAX_HEAD_DIM:
+        return (
+            f"native kernels take a head_dim of at most {MAX_HEAD_DIM}, this model has {head_dim}"
+        )
+    if heads_per_kv > MAX_HEADS_PER_KV:
+        return (
+            f"native kernels take at most {MAX_HEADS_PER_KV} query heads for a KV head, this model "
+            f"has {heads_per_kv}"
+        )
+    return ""
 
 
 def available_isas() -> list[str]:

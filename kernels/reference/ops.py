@@ -163,6 +163,7 @@ class ReferenceBackend:
         key = (name, view)
         if key not in self._linears:
             self._linears[key] = ExactLinear.from_weights(self.weights.linears[name], view)
+            self.weights.release()
         return self._linears[key]
 
     def set_linear(self, name: str, view: str, linear: ExactLinear) -> None:

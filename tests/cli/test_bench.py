@@ -35,7 +35,9 @@ def test_kernels(call, tiny_checkpoint: Path) -> None:
         "bench", "kernels", tiny_checkpoint, "--repeats", 2, "--backend", "cpu", "--json"
     )
     assert code == 0, err
-    rows = json.loads(out)["rows"]
+    document = json.loads(out)
+    assert document["empty_step_s"]["median"] > 0
+    rows = document["rows"]
     assert {row["linear"] for row in rows} == {"qkv", "o", "gate_up", "down", "head"}
     assert {row["rows"] for row in rows} == set(bench.ROWS)
     assert all(row["gb_s"] > 0 and row["share_of_read"] > 0 for row in rows)

@@ -12,7 +12,8 @@ from random_weights import random_spec, random_weights
 
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.kernels.cpu import library
-from edge_runtime.kernels.cpu.backend import CpuBackend, CpuLogits, LogitsBuffer
+from edge_runtime.kernels.cpu.backend import CpuBackend
+from edge_runtime.kernels.cpu.logits import CpuLogits, LogitsBuffer
 from edge_runtime.kernels.sampling import choose
 from edge_runtime.model.transformer import geometry
 
@@ -40,7 +41,7 @@ def native(backend: CpuBackend, logits: np.ndarray[Any, Any], *args: Any) -> int
     spread=st.sampled_from([0.0, 0.3, 3.0, 40.0]),
     rounded=st.booleans(),  # equal logits: the order of ids decides
     temperature=st.sampled_from([0.0, 1e-3, 0.7, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 1, 7, VOCABULARY + 5]),
+    top_k=st.sampled_from([0, 1, 7, VOCABULARY + 5, 2**32 + 1]),
     top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-9]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
     repetition=st.sampled_from([1.0, 1.3, 0.6]),

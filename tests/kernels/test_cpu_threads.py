@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from random_weights import random_spec, random_weights
 
+from edge_runtime.decode.sampling import Sampling
+from edge_runtime.errors import UsageError
 from edge_runtime.kernels.cpu.backend import CpuBackend
 from edge_runtime.kernels.cpu.threads import cgroup_quota, usable_cores
 from edge_runtime.model.runner import Model
@@ -65,6 +68,29 @@ def test_none_is_left_after_close() -> None:
     model = Model(spec, backend)
     first = model.forward("w8", [1, 2], 0, backend.new_cache(64)).numpy()
     assert np.isfinite(first).all()
+    cache = backend.new_cache(64)
+    logits = model.forward("w8", [1, 2], 0, cache)
     backend.close()
     assert tasks() == before
     backend.close()  # once more is no error
+    for use in (
+        lambda: backend.new_cache(64),
+        lambda: model.forward("w8", [1], 0, cache),
+        lambda: cache.planes(1),
+        lambda: backend.workspace_bytes,
+        lambda: logits.sample(0, 5, [], [], Sampling(temperature=1.0)),
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            use()
+
+
+def test_a_backend_that_is_dropped_ends_its_threads() -> None:
+    spec = random_spec(num_layers=1)
+    before = tasks()
+    backend = CpuBackend(
+        random_weights(spec, 32, 64), geometry(spec, 317), threads=3, isa="portable"
+    )
+    assert tasks() == before + 2
+    del backend
+    gc.collect()
+    assert tasks() == before

@@ -160,6 +160,8 @@ void softmax_block(const int32_t* dots, float factor, int shift, const float* ks
     w[v] = kCount + 16 * v < visible ? s[v] * lanes(vs + 16 * v) : Lanes{};
   float peak = peak_lane(larger_bits(larger_bits(w[3], w[2]), larger_bits(w[1], w[0])));
   if (peak < kTiny) peak = 0;
+  if (!(peak == peak))  // NaN reaches the answer by `step`, and not the integers
+    for (Lanes& x : w) x = Lanes{};
   const float inverse = peak > 0 ? 32767.0f / peak : 0.0f;
   Whole total{};
   for (int v = 0; v < kVectors; v++) {

@@ -1,4 +1,4 @@
-// The C interface that _lib.py calls through ctypes (which lets go of the interpreter's lock).
+// The C interface that library.py calls through ctypes (which lets go of the interpreter's lock).
 #include <algorithm>
 #include <cstring>
 
@@ -78,12 +78,18 @@ const Isa* find_isa(const char* name) {
 
 extern "C" {
 
-struct EdgeLinear {  // mirrors _lib.LinearArgs
+struct EdgeLinear {  // mirrors library.LinearArgs
   const uint8_t *base, *refine;
   const int16_t* mult;
   const float *scale, *bias;
   int32_t N, K, Kp, G;
 };
+
+// sizes of the structs that library.py mirrors: an old library must not be taken for this one
+int64_t edge_abi() {
+  return ((int64_t(sizeof(Op)) * 1000 + int64_t(sizeof(Batch))) * 1000 + int64_t(sizeof(SampleArgs))) *
+             1000 + int64_t(sizeof(EdgeLinear)) + int64_t(sizeof(Geometry));
+}
 
 // whether the library has this instruction set and this processor can run it
 int edge_isa_available(const char* name) {

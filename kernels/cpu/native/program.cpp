@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = 64 << 10;  // of weights: a few microseconds of work
 constexpr int kRowsAChunk = 8;             // of a long pass, for ops that go row by row
+constexpr int kAttentionRows = 4;          // of a long pass
 constexpr int kBlocksAChunk = 4;           // of the cache, where attention splits it
 
 int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
@@ -41,7 +42,9 @@ void Program::grow(int rows, int blocks) {
   const Geometry& g = model_.geometry;
   const int G = g.group_size, I = model_.isa->interleave;
   auto at_least = [](auto& buffer, int64_t size) {
-    if (int64_t(buffer.size()) < size) buffer.resize(size_t(size));
+    if (int64_t(buffer.size()) >= size) return;
+    buffer.reserve(size_t(size));  // exactly
+    buffer.resize(size_t(size));
   };
   int64_t own = 0;
   for (size_t i = 0; i < registers_.size(); i++) {
@@ -71,10 +74,16 @@ int Program::tiles_a_chunk(const Op& op) const {
   return int(std::max<int64_t>(1, kChunkBytes / tile));
 }
 
+int Program::rows_each() const { return batch_.M <= kFewRows ? 1 : kRowsAChunk; }
+
+int Program::attention_rows() const {
+  const int fit = kMaxQuery / (model_.geometry.num_heads / model_.geometry.num_kv_heads);
+  return std::max(1, batch_.M <= kFewRows ? fit : std::min(fit, kAttentionRows));
+}
+
 int Program::chunks_of(const Op& op) const {
   const Geometry& g = model_.geometry;
-  const int M = batch_.M, group = g.num_heads / g.num_kv_heads;
-  const int by_rows = M <= kFewRows ? M : ceil_div(M, kRowsAChunk);
+  const int M = batch_.M;
   switch (op.kind) {
     case kLinear:
     case kHead: {
@@ -83,13 +92,13 @@ int Program::chunks_of(const Op& op) const {
     }
     case kRopeKv: return g.num_kv_heads;
     case kAttention: {
-      const int each = std::max(1, kMaxQuery / group);
-      if (M > kFewRows) return g.num_kv_heads * ceil_div(M, std::min(each, 4));
-      return g.num_kv_heads * ceil_div(M, each) * ceil_div(blocks_, kBlocksAChunk);
+      const int ranges = M <= kFewRows ? ceil_div(blocks_, kBlocksAChunk) : 1;
+      return g.num_kv_heads * ceil_div(M, attention_rows()) * ranges;
     }
     case kCombine: return M <= kFewRows ? M : 0;
     case kSelectRows: return 1;
-    default: return op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : by_rows;
+    default:  // what follows SelectRows has its rows
+      return op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : ceil_div(M, rows_each());
   }
 }
 
@@ -116,7 +125,7 @@ void Program::chunk(int number, int index, int thread) {
   const Op& op = ops_[size_t(number)];
   switch (op.kind) {
     case kEmbed: {
-      const int each = batch_.M <= kFewRows ? 1 : kRowsAChunk;
+      const int each = rows_each();
       for (int r = index * each; r < std::min(batch_.M, (index + 1) * each); r++) embed(op, r);
       return;
     }
@@ -160,7 +169,7 @@ void Program::select(const Op& op) {
 void Program::quantise(const Op& op, int index, int thread) {
   const bool head = op.a == head_rows_;
   const int rows = head ? batch_.num_logits : batch_.M;
-  const int each = head || batch_.M <= kFewRows ? 1 : kRowsAChunk;
+  const int each = head ? 1 : rows_each();
   const int width = registers_[size_t(op.a)].width, G = model_.geometry.group_size;
   const Activation a = activation(op.out, rows);
   const Isa& isa = *model_.isa;
@@ -203,6 +212,7 @@ void Program::head(const Op& op, int index) {
   if (head_left_.fetch_sub(1) == 1) finish_head();
 }
 
+// The head is the last op of its program.
 void Program::finish_head() {
   const int n = batch_.num_logits;
   const int chunks = chunks_.back();
@@ -233,7 +243,7 @@ void Program::attention(const Op& op, int index, int thread) {
   const Geometry& g = model_.geometry;
   const int group = g.num_heads / g.num_kv_heads, D = g.head_dim, M = batch_.M;
   const bool few = M <= kFewRows;
-  const int each = few ? std::max(1, kMaxQuery / group) : std::min(4, std::max(1, kMaxQuery / group));
+  const int each = attention_rows();
   const int ranges = few ? ceil_div(blocks_, kBlocksAChunk) : 1, row_parts = ceil_div(M, each);
   const int range = index % ranges, part = index / ranges % row_parts;
   AttentionPart a{};

@@ -22,14 +22,14 @@ enum OpKind : int32_t {
   kHead,
 };
 
-// Mirrors _lib.Op. a, out, residual: numbers of registers; -1: none.
+// Mirrors library.Op. a, out, residual: numbers of registers; -1: none.
 struct Op {
   int32_t kind, a, out, residual, weight, layer, w8;
   float eps;
   const float *q_norm, *k_norm;
 };
 
-struct Batch {  // mirrors _lib.Batch
+struct Batch {  // mirrors library.Batch
   const int64_t* ids;
   const float* rows;
   const int64_t* positions;
@@ -106,6 +106,9 @@ class Program : public Steps {
 
   void grow(int rows, int blocks);
   int chunks_of(const Op& op) const;
+  // rows of a chunk: for ops that go row by row, and for attention
+  int rows_each() const;
+  int attention_rows() const;
   int tiles_a_chunk(const Op& op) const;
   Activation activation(int number, int rows);
   float* floats(int number) { return model_.buffers[size_t(number)].x.data(); }

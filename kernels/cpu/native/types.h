@@ -14,7 +14,7 @@ constexpr int kTile = 32;      // rows of a tile of a matrix
 constexpr int kBlock = 64;     // cached tokens of a block
 constexpr int kMaxDim = 512;   // head_dim at most
 constexpr int kMaxGroup = 128;
-constexpr int kFewRows = 16;   // up to here attention splits the cache instead of the rows
+constexpr int kFewRows = 8;    // up to here attention splits the cache instead of the rows
 constexpr int kMaxQuery = 32;  // query vectors that one attention call takes
 
 // A nested matrix. base, refine: [tiles][Kp/8][32 rows][4 bytes]; in a group of G inputs, byte i of

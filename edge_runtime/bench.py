@@ -92,6 +92,29 @@ def empty_step(engine: Engine, repeats: int = 500) -> Sample | None:
     return found
 
 
+def steps(engine: Engine, rows: Sequence[int], repeats: int, position: int = 40) -> list[Any]:
+    """Time whole steps in turns: one w4 row, and w8 with every number of rows."""
+    kinds: list[tuple[ops.View, int]] = [("w4", 1), *(("w8", r) for r in rows)]
+    found = {kind: Sample() for kind in kinds}
+    for turn in range(repeats + 1):
+        for view, count in kinds:
+            batch = _batch(count, position, count)
+            started = time.perf_counter()
+            engine.model.backend.run(engine.model.program(view), batch, engine.cache)
+            if turn:
+                found[view, count].values.append(time.perf_counter() - started)
+    one = found["w8", 1].document()["median"]
+    return [
+        {
+            "view": view,
+            "rows": count,
+            "seconds": sample.document(),
+            "of_one_w8_row": sample.document()["median"] / one,
+        }
+        for (view, count), sample in found.items()
+    ]
+
+
 def _batch(rows: int, start: int, num_logits: int = 1) -> ops.Batch:
     positions = np.arange(start, start + rows, dtype=np.int64)
     ids = np.arange(rows, dtype=np.int64)
@@ -171,6 +194,7 @@ def kernels(
     empty = empty_step(engine)
     return _head(engine, read) | {
         "empty_step_s": None if empty is None else empty.document(),
+        "steps": steps(engine, sorted({1, *rows}), 3 * repeats),
         "rows": found,
     }
 

@@ -138,6 +138,12 @@ def kernel_lines(document: dict[str, Any]) -> list[str]:
             f"{row['seconds']['median'] * 1e3:>10.3f}{row['gb_s']:>9.1f}"
             + (f"{share:>9.0%}" if share is not None else f"{'':>9}")
         )
+    lines.append(f"{'step':<10}{'view':<6}{'rows':>5}{'ms':>10}{'of one w8 row':>18}")
+    for row in document["steps"]:
+        lines.append(
+            f"{'':<10}{row['view']:<6}{row['rows']:>5}{row['seconds']['median'] * 1e3:>10.3f}"
+            f"{row['of_one_w8_row']:>18.2f}"
+        )
     return lines
 
 

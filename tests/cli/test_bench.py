@@ -37,6 +37,9 @@ def test_kernels(call, tiny_checkpoint: Path) -> None:
     assert code == 0, err
     document = json.loads(out)
     assert document["empty_step_s"]["median"] > 0
+    steps = {(row["view"], row["rows"]): row["of_one_w8_row"] for row in document["steps"]}
+    assert steps["w8", 1] == 1
+    assert steps["w4", 1] > 0
     rows = document["rows"]
     assert {row["linear"] for row in rows} == {"qkv", "o", "gate_up", "down", "head"}
     assert {row["rows"] for row in rows} == set(bench.ROWS)

@@ -73,6 +73,34 @@ void write_value(const CacheLayer& cache, uint8_t* rec, int t, const Nested& x, 
   scales(rec, cache, 1)[t] = x.scale;
 }
 
+// One butterfly of a stride below 16: lanes without its bit hold a + b, lanes with it a - b.
+template <int stride>
+[[gnu::always_inline]] inline Lanes butterfly(Lanes x) {
+  constexpr Whole kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Lanes other = __builtin_shuffle(x, kCount ^ stride);
+  return other + ((kCount & stride) == 0 ? x : -x);
+}
+
+// Walsh-Hadamard transform without its scale, strides rising (kernels/reference/numeric.py).
+void hadamard(float* x, int D) {
+  int stride = 1;
+  if (D >= 16) {
+    for (int i = 0; i < D; i += 16) {
+      Lanes v = lanes(x + i);
+      v = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(v))));
+      *reinterpret_cast<Lanes*>(x + i) = v;
+    }
+    stride = 16;
+  }
+  for (; stride < D; stride *= 2)
+    for (int a = 0; a < D; a += 2 * stride)
+      for (int i = a; i < a + stride; i++) {
+        const float low = x[i], high = x[i + stride];
+        x[i] = low + high;
+        x[i + stride] = low - high;
+      }
+}
+
 void rotate(const float* x, const float* norm, float eps, const float* cos, const float* sin,
             const Geometry& g, float* out) {
   const int D = g.head_dim, half = D / 2;
@@ -82,7 +110,7 @@ void rotate(const float* x, const float* norm, float eps, const float* cos, cons
     for (int i = 0; i < D; i++) normed[i] = (x[i] * factor) * norm[i];
     x = normed;
   }
-  float y[kMaxDim], z[kMaxDim];
+  float y[kMaxDim];
   for (int i = 0; i < half; i++) {
     y[i] = x[i] * cos[i] - x[i + half] * sin[i];
     y[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
@@ -91,18 +119,8 @@ void rotate(const float* x, const float* norm, float eps, const float* cos, cons
     std::memcpy(out, y, sizeof(float) * size_t(D));
     return;
   }
-  float *from = y, *to = z;
-  for (int stride = 1; stride < D; stride *= 2) {
-    for (int a = 0; a < D; a += 2 * stride)
-      for (int i = a; i < a + stride; i++) {
-        to[i] = from[i] + from[i + stride];
-        to[i + stride] = from[i] - from[i + stride];
-      }
-    float* swap = from;
-    from = to;
-    to = swap;
-  }
-  for (int i = 0; i < D; i++) out[i] = from[i] * g.softmax_scale;  // 1/sqrt(D) as well
+  hadamard(y, D);
+  for (int i = 0; i < D; i++) out[i] = y[i] * g.softmax_scale;  // 1/sqrt(D) as well
 }
 
 void rope_kv(const Geometry& g, const float* qkv, const float* cos, const float* sin,

@@ -7,7 +7,7 @@ namespace edge {
 
 namespace {
 
-constexpr int64_t kChunkBytes = 64 << 10;  // of weights: a few microseconds of work
+constexpr int64_t kChunkBytes = 64 << 10;  // of weights; smaller pieces gain nothing
 constexpr int kRowsAChunk = 8;             // of a long pass, for ops that go row by row
 constexpr int kAttentionRows = 4;          // of a long pass
 constexpr int kBlocksAChunk = 4;           // of the cache, where attention splits it
@@ -78,7 +78,9 @@ int Program::rows_each() const { return batch_.M <= kFewRows ? 1 : kRowsAChunk; 
 
 int Program::attention_rows() const {
   const int fit = kMaxQuery / (model_.geometry.num_heads / model_.geometry.num_kv_heads);
-  return std::max(1, batch_.M <= kFewRows ? fit : std::min(fit, kAttentionRows));
+  // a short pass in two halves, so that few heads occupy two threads
+  const int most = batch_.M <= kFewRows ? (batch_.M + 1) / 2 : kAttentionRows;
+  return std::max(1, std::min(fit, most));
 }
 
 int Program::chunks_of(const Op& op) const {
@@ -90,7 +92,7 @@ int Program::chunks_of(const Op& op) const {
       const Linear& L = model_.linears[size_t(op.weight)];
       return ceil_div(ceil_div(L.N, kTile), tiles_a_chunk(op));
     }
-    case kRopeKv: return g.num_kv_heads;
+    case kRopeKv: return g.num_kv_heads * ceil_div(M, rope_rows_);
     case kAttention: {
       const int ranges = M <= kFewRows ? ceil_div(blocks_, kBlocksAChunk) : 1;
       return g.num_kv_heads * ceil_div(M, attention_rows()) * ranges;
@@ -105,8 +107,13 @@ int Program::chunks_of(const Op& op) const {
 void Program::run(const Batch& batch, Cache& cache) {
   batch_ = batch;
   cache_ = &cache;
-  int64_t last = 0;
-  for (int i = 0; i < batch.M; i++) last = std::max(last, batch.positions[i]);
+  int64_t first = batch.positions[0], last = first;
+  for (int i = 0; i < batch.M; i++) {
+    first = std::min(first, batch.positions[i]);
+    last = std::max(last, batch.positions[i]);
+  }
+  // two tokens half a block apart share bytes of V
+  rope_rows_ = batch.M <= kFewRows && last - first < kBlock / 2 ? 1 : batch.M;
   blocks_ = int(last / kBlock) + 1;
   grow(batch.M, blocks_);
   head_rows_ = -1;
@@ -229,12 +236,13 @@ void Program::finish_head() {
   }
 }
 
-void Program::rope(const Op& op, int kv_head) {
+void Program::rope(const Op& op, int index) {
   const Geometry& g = model_.geometry;
   const int64_t q_width = int64_t(g.num_heads) * g.head_dim;
   const int64_t width = q_width + 2 * int64_t(g.num_kv_heads) * g.head_dim;
   const CacheLayer layer = cache_->layer(op.layer);
-  for (int r = 0; r < batch_.M; r++)
+  const int row0 = index / g.num_kv_heads * rope_rows_, kv_head = index % g.num_kv_heads;
+  for (int r = row0; r < std::min(batch_.M, row0 + rope_rows_); r++)
     model_.isa->rope_kv(g, floats(op.a) + r * width, model_.cos, model_.sin, op.q_norm, op.k_norm,
                         op.eps, kv_head, batch_.positions[r], floats(op.out) + r * q_width, layer);
 }

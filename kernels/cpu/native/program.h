@@ -130,7 +130,7 @@ class Program : public Steps {
   std::atomic<int> head_left_{0};
   Batch batch_{};
   Cache* cache_ = nullptr;
-  int blocks_ = 0, head_rows_ = 0;
+  int blocks_ = 0, head_rows_ = 0, rope_rows_ = 1;  // rows that one chunk of rope writes
 };
 
 }  // namespace edge

@@ -112,7 +112,9 @@ def test_a_conversation_at_a_terminal(tiny_checkpoint: Path) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tiny_checkpoint: Path) -> None:
-    chat = Terminal("chat", tiny_checkpoint, "-n", 1900, "--view", "w8")
+    # the slow backend: the answer must still be running when Ctrl-C comes
+    args = ("-n", 1900, "--view", "w8", "--backend", "reference")
+    chat = Terminal("chat", tiny_checkpoint, *args)
     chat.until(">>> ")
     chat.type("hello world\n")
     chat.until("hello world\r\n")

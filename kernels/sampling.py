@@ -11,7 +11,7 @@ are fixed fp64 sequences, so that every backend repeats them to the bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,43 +21,21 @@ U64 = npt.NDArray[np.uint64]
 LN2 = float.fromhex("0x1.62e42fefa39efp-1")
 
 
-class Parameters(Protocol):
-    """What `decode.sampling.Sampling` holds, with its meanings."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """How a token is chosen. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off.
 
-    @property
-    def temperature(self) -> float:
-        """0 is greedy."""
-        ...
+    repetition_penalty divides (multiplies, if negative) the logits of tokens in prompt and answer;
+    presence_penalty is subtracted from those of tokens in the answer. seed: 0 … 2^64 - 1.
+    """
 
-    @property
-    def top_k(self) -> int:
-        """0 is off."""
-        ...
-
-    @property
-    def top_p(self) -> float:
-        """1 is off."""
-        ...
-
-    @property
-    def min_p(self) -> float:
-        """0 is off."""
-        ...
-
-    @property
-    def repetition_penalty(self) -> float:
-        """1 is off."""
-        ...
-
-    @property
-    def presence_penalty(self) -> float:
-        """0 is off."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """0 … 2^64 - 1."""
-        ...
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int = 0
 
 
 def choose(

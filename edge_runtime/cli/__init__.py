@@ -108,7 +108,7 @@ def _run(args: Sequence[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _report(BudgetError(f"{where}{error.strerror or error}"))
-    except Exception as error:
+    except Exception as error:  # the last resort: a bug is told in one line, never swallowed
         return _report(_internal(error))
     return 0
 

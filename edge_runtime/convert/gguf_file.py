@@ -140,6 +140,7 @@ class GgufFile:
     def release(self) -> None:
         """Give the pages of the mapped file back; what is used again is read again."""
         if self._map is not None:
+            # numpy's memmap has no public way to its mapping
             self._map._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def close(self) -> None:

@@ -6,23 +6,12 @@ from dataclasses import dataclass, fields
 
 from edge_runtime.decode.arguments import as_float, is_number, is_whole, shown
 from edge_runtime.errors import UsageError
+from edge_runtime.kernels.sampling import Parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How a token is chosen. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off.
-
-    repetition_penalty divides (multiplies, if negative) the logits of tokens in prompt and answer;
-    presence_penalty is subtracted from those of tokens in the answer. seed: 0 … 2^64 - 1.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    seed: int = 0
+class Sampling(Parameters):
+    """How a token is chosen, checked: the fields and meanings of `kernels.sampling.Parameters`."""
 
     def __post_init__(self) -> None:
         """Refuse impossible values; numbers become Python's own. Raises UsageError."""

@@ -64,7 +64,9 @@ def test_fp_is_refused_by_its_own_numbers(
 def resident_file_bytes() -> int:
     """Pages of mapped files that count as this process's memory."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssFile:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+    found = re.search(r"RssFile:\s+(\d+)", status)
+    assert found is not None, status
+    return int(found[1]) * 1024
 
 
 @pytest.mark.parametrize("kind", ["hf", "gguf"])

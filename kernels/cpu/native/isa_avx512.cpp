@@ -15,6 +15,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 8;  // rows of activations that share one load of weights
+constexpr int kDotRows = 8;  // the same for attention
 constexpr int kOffset = 136;  // of both nibbles above a code; of one alone it is 8
 
 template <bool w8>
@@ -205,22 +206,7 @@ void dots_rows(const uint8_t* base, const uint8_t* refine, int K, const int8_t* 
   store(s, out, out_stride);
 }
 
-template <bool w8, int M>
-void dots_view(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
-               const int32_t* sums, int rows, int32_t* out, int out_stride) {
-  for (; rows >= M; rows -= M, a += M * stride, sums += M, out += M * out_stride)
-    dots_rows<w8, M>(base, refine, K, a, stride, sums, out, out_stride);
-  if constexpr (M > 1)
-    if (rows) dots_view<w8, M - 1>(base, refine, K, a, stride, sums, rows, out, out_stride);
-}
-
-inline void dots16(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
-                   const int32_t* sums, int rows, int32_t* out, int out_stride) {
-  if (refine)
-    dots_view<true, kTileRows>(base, refine, K, a, stride, sums, rows, out, out_stride);
-  else
-    dots_view<false, kTileRows>(base, base, K, a, stride, sums, rows, out, out_stride);
-}
+#include "dots.inl"
 
 #include "floats.inl"
 

@@ -18,6 +18,7 @@ namespace edge {
 namespace {
 
 constexpr int kTileRows = 8;    // activations that share one unpacking of weights
+constexpr int kDotRows = 4;  // the same for attention
 constexpr int kOffset = 8;      // of a byte above its code, in both views
 constexpr int kRegisters = 24;  // of the 32, for sums and activations
 
@@ -144,28 +145,7 @@ void dots_rows(const uint8_t* base, const uint8_t* refine, int K, const int8_t* 
     for (int q = 0; q < kQuads; q++) vst1q_s32(out + m * out_stride + 4 * q, acc[q][m]);
 }
 
-template <bool w8>
-void dots_view(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
-               const int32_t* sums, int rows, int32_t* out, int out_stride) {
-  for (int m = 0; m < rows; m += 4) {
-    const int8_t* x = a + m * stride;
-    int32_t* y = out + m * out_stride;
-    switch (rows - m) {
-      case 1: dots_rows<w8, 1>(base, refine, K, x, stride, sums + m, y, out_stride); break;
-      case 2: dots_rows<w8, 2>(base, refine, K, x, stride, sums + m, y, out_stride); break;
-      case 3: dots_rows<w8, 3>(base, refine, K, x, stride, sums + m, y, out_stride); break;
-      default: dots_rows<w8, 4>(base, refine, K, x, stride, sums + m, y, out_stride); break;
-    }
-  }
-}
-
-inline void dots16(const uint8_t* base, const uint8_t* refine, int K, const int8_t* a, int stride,
-                   const int32_t* sums, int rows, int32_t* out, int out_stride) {
-  if (refine)
-    dots_view<true>(base, refine, K, a, stride, sums, rows, out, out_stride);
-  else
-    dots_view<false>(base, base, K, a, stride, sums, rows, out, out_stride);
-}
+#include "dots.inl"
 
 #include "floats.inl"
 

@@ -35,22 +35,13 @@ void linear_rows(const Linear& L, const Activation& a, int row0, int tile, float
   }
 }
 
-template <bool w8>
-void linear_tile(const Linear& L, const Activation& a, int rows, int tile, float* y,
+// As many rows at a time as M, then what is left in one go.
+template <bool w8, int M>
+void linear_tile(const Linear& L, const Activation& a, int row, int rows, int tile, float* y,
                  int64_t y_stride, const float* residual) {
-  int row = 0;
-  for (; rows - row >= kTileRows; row += kTileRows)
-    linear_rows<w8, kTileRows>(L, a, row, tile, y, y_stride, residual);
-  switch (rows - row) {
-    case 7: return linear_rows<w8, 7>(L, a, row, tile, y, y_stride, residual);
-    case 6: return linear_rows<w8, 6>(L, a, row, tile, y, y_stride, residual);
-    case 5: return linear_rows<w8, 5>(L, a, row, tile, y, y_stride, residual);
-    case 4: return linear_rows<w8, 4>(L, a, row, tile, y, y_stride, residual);
-    case 3: return linear_rows<w8, 3>(L, a, row, tile, y, y_stride, residual);
-    case 2: return linear_rows<w8, 2>(L, a, row, tile, y, y_stride, residual);
-    case 1: return linear_rows<w8, 1>(L, a, row, tile, y, y_stride, residual);
-    default: return;
-  }
+  for (; rows - row >= M; row += M) linear_rows<w8, M>(L, a, row, tile, y, y_stride, residual);
+  if constexpr (M > 1)
+    if (row < rows) linear_tile<w8, M - 1>(L, a, row, rows, tile, y, y_stride, residual);
 }
 
 void linear(const Linear& L, bool w8, const Activation& a, int rows, int tile0, int tile1, float* y,
@@ -58,8 +49,8 @@ void linear(const Linear& L, bool w8, const Activation& a, int rows, int tile0, 
   // all rows over one tile before the next: its weights stay in the first cache
   for (int tile = tile0; tile < tile1; tile++) {
     if (w8)
-      linear_tile<true>(L, a, rows, tile, y, y_stride, residual);
+      linear_tile<true, kTileRows>(L, a, 0, rows, tile, y, y_stride, residual);
     else
-      linear_tile<false>(L, a, rows, tile, y, y_stride, residual);
+      linear_tile<false, kTileRows>(L, a, 0, rows, tile, y, y_stride, residual);
   }
 }

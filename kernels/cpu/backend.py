@@ -252,12 +252,12 @@ class CpuBackend:
         native: list[library.Op] = []
 
         def emit(kind: str, **fields: Any) -> None:
-            op = library.Op(a=-1, out=-1, residual=-1, kind=library.KINDS.index(kind))
+            op = library.Op(a=-1, out=-1, residual=-1, gate_up=-1, kind=library.KINDS.index(kind))
             for name, value in fields.items():
                 setattr(op, name, value)
             native.append(op)
 
-        for op in program:
+        for op, after in zip(program, (*program[1:], None), strict=True):
             match op:
                 case ops.Embed(out):
                     emit("embed", out=write(out, g.hidden_size))
@@ -265,8 +265,8 @@ class CpuBackend:
                     emit("norm_quantise", a=read(x), out=write(out, widths[x]), eps=eps)
                 case ops.Quantise(x, out):
                     emit("quantise", a=read(x), out=write(out, widths[x]))
-                case ops.SiluMulQuantise(x, out):
-                    emit("silu_mul_quantise", a=read(x), out=write(out, widths[x] // 2))
+                case ops.SiluMulQuantise(x, out):  # the linear before has multiplied
+                    emit("quantise", a=read(x), out=write(out, widths[x]))
                 case ops.RopeKv(x, out, layer, eps, qk_norm):
                     norms = {
                         f"{n}_norm": self._keep(self._head_norms[f"layers.{layer}.{n}_norm"])
@@ -289,6 +289,9 @@ class CpuBackend:
                         emit("head", **fields)
                         continue
                     rest = -1 if residual is None else read(residual)
+                    if isinstance(after, ops.SiluMulQuantise):
+                        assert after.gate_up == out and residual is None, (op, after)
+                        fields["gate_up"], N = write(out, N), N // 2
                     emit("linear", **fields, residual=rest, out=write(out, N))
         sizes = (ctypes.c_int32 * len(registers))(*(width for _, width in registers))
         array = (library.Op * len(native))(*native)

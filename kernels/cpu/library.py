@@ -32,7 +32,7 @@ MAX_HEAD_DIM, MAX_HEADS_PER_KV = 512, 32  # kMaxDim, kMaxQuery
 REINSTALL = "install bitnest-edge again on this machine"
 KINDS = (  # OpKind
     *("embed", "norm_quantise", "quantise", "linear", "rope_kv", "attention", "combine"),
-    *("silu_mul_quantise", "select_rows", "head"),
+    *("select_rows", "head"),
 )
 SIZES = (  # of `kernels.ops.Geometry`
     *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_tokens"),
@@ -53,7 +53,7 @@ class Op(Structure):
     """One op of a program."""
 
     _fields_ = (
-        *((n, c_int32) for n in ("kind", "a", "out", "residual", "weight", "layer", "w8")),
+        *((n, c_int32) for n in ("kind", "a", "out", "residual", "gate_up", "weight", "layer", "w8")),
         ("eps", c_float),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),

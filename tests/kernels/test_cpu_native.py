@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 BUILDER, GENERATOR = ("ninja", "Ninja") if shutil.which("ninja") else ("make", "Unix Makefiles")
-GROUPS = {"linear", "quantisers", "rope_kv", "attention", "argmax", "sampling", "checksum"}
+GROUPS = {
+    *("linear", "quantisers", "silu_mul", "rope_kv", "attention", "argmax", "sampling", "checksum"),
+}
 LINE = re.compile(r"(\w+) +(\d+) cases, digest ([0-9a-f]{16}), (\w+): (.*)")
 Results = dict[str, tuple[str, list[str]]]  # by group: digest, instruction sets
 GiveUp = Callable[[str, str], None]

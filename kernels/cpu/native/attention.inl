@@ -8,7 +8,7 @@
 // each isa_*.cpp, after floats.inl and dots16.
 
 struct Nested {
-  int8_t q4[kMaxDim], qr[kMaxDim];
+  int32_t q4[kMaxDim + 32], qr[kMaxDim + 32];  // zero for 32 numbers behind the last
   uint16_t scale;
 };
 
@@ -25,9 +25,11 @@ void nest(const float* x, int D, Nested& out) {
     const float low = q == -8.0f ? 0.0f : -8.0f;
     r = r < low ? low : r;
     r = r > 7.0f ? 7.0f : r;
-    out.q4[i] = int8_t(int32_t(q));
-    out.qr[i] = int8_t(int32_t(r));
+    out.q4[i] = int32_t(q);
+    out.qr[i] = int32_t(r);
   }
+  std::memset(out.q4 + D, 0, 32 * sizeof(int32_t));
+  std::memset(out.qr + D, 0, 32 * sizeof(int32_t));
 }
 
 uint8_t* record(const CacheLayer& cache, int kv_head, int64_t block) {
@@ -46,31 +48,27 @@ uint16_t* scales(uint8_t* rec, const CacheLayer& cache, int kind) {
   return reinterpret_cast<uint16_t*>(rec + int64_t(kBlock) * (cache.Dk + cache.Dv)) + kind * kBlock;
 }
 
-void write_key(const CacheLayer& cache, uint8_t* rec, int t, const Nested& x, int D) {
-  const int half = cache.Dk / 2;
-  uint8_t* base = rec + (t / kRows) * (cache.Dk * 8) + (t % kRows) * 4;
-  uint8_t* refine = base + int64_t(kBlock) * half;
-  for (int i = 0; i < half; i++) {
-    const int at = (i / 4) * 64 + i % 4, j = i + half;
-    const int q_low = i < D ? x.q4[i] + 8 : 8, q_high = j < D ? x.q4[j] + 8 : 8;
-    const int r_low = i < D ? x.qr[i] + 8 : 8, r_high = j < D ? x.qr[j] + 8 : 8;
-    base[at] = uint8_t(q_low | (q_high << 4));
-    refine[at] = uint8_t(r_low | (r_high << 4));
+inline Whole whole(const int32_t* x) { return *reinterpret_cast<const Whole*>(x); }
+
+// One token's nibbles of a key into a plane, from its place in the first chunk on.
+void write_key(const int32_t* q, int half, uint8_t* plane) {
+  int8_t bytes[kMaxDim / 2 + 16];
+  for (int i = 0; i < half; i += 16) {
+    const Whole both = (whole(q + i) + 8) | ((whole(q + i + half) + 8) << 4);
+    *reinterpret_cast<Bytes*>(bytes + i) = __builtin_convertvector(both, Bytes);
   }
-  scales(rec, cache, 0)[t] = x.scale;
+  for (int i = 0; i < half; i += 4) std::memcpy(plane + i / 4 * 64, bytes + i, 4);
 }
 
-void write_value(const CacheLayer& cache, uint8_t* rec, int t, const Nested& x, int D) {
-  const int shift = t < kBlock / 2 ? 0 : 4, u = t % (kBlock / 2);
-  const uint8_t keep = uint8_t(0xf0u >> shift);
-  uint8_t* base = rec + int64_t(kBlock) * cache.Dk + (u / 4) * 64 + u % 4;
-  uint8_t* refine = base + int64_t(kBlock) * cache.Dv / 2;
-  for (int d = 0; d < D; d++) {
-    const int at = (d / kRows) * (kBlock * 8) + (d % kRows) * 4;
-    base[at] = uint8_t((base[at] & keep) | ((x.q4[d] + 8) << shift));
-    refine[at] = uint8_t((refine[at] & keep) | ((x.qr[d] + 8) << shift));
+// One token's nibbles of a value: 16 dims a line, one nibble of each word.
+void write_value(const int32_t* q, int Dv, int t, uint8_t* plane) {
+  const int u = t % (kBlock / 2), shift = u % 4 * 8 + (t < kBlock / 2 ? 0 : 4);
+  const int32_t keep = int32_t(~(0xfu << shift));
+  plane += u / 4 * 64;
+  for (int d = 0; d < Dv; d += kRows, plane += kBlock * 8) {
+    Whole& line = *reinterpret_cast<Whole*>(plane);
+    line = (line & keep) | ((whole(q + d) + 8) << shift);
   }
-  scales(rec, cache, 1)[t] = x.scale;
 }
 
 // One butterfly of a stride below 16: lanes without its bit hold a + b, lanes with it a - b.
@@ -123,27 +121,39 @@ void rotate(const float* x, const float* norm, float eps, const float* cos, cons
   for (int i = 0; i < D; i++) out[i] = y[i] * g.softmax_scale;  // 1/sqrt(D) as well
 }
 
-void rope_kv(const Geometry& g, const float* qkv, const float* cos, const float* sin,
-             const float* q_norm, const float* k_norm, float eps, int kv_head, int64_t position,
-             float* q_out, const CacheLayer& cache) {
+void rotate_queries(const Geometry& g, const float* qkv, const float* cos, const float* sin,
+                    const float* q_norm, float eps, int kv_head, int64_t position, float* q_out) {
   const int D = g.head_dim, group = g.num_heads / g.num_kv_heads;
-  const float *cos_row = cos + position * (D / 2), *sin_row = sin + position * (D / 2);
   for (int h = kv_head * group; h < (kv_head + 1) * group; h++)
-    rotate(qkv + h * D, q_norm, eps, cos_row, sin_row, g, q_out + h * D);
+    rotate(qkv + h * D, q_norm, eps, cos + position * (D / 2), sin + position * (D / 2), g,
+           q_out + h * D);
+}
+
+void write_kv(const Geometry& g, const float* qkv, const float* cos, const float* sin,
+              const float* k_norm, float eps, int kv_head, int64_t position,
+              const CacheLayer& cache) {
+  const int D = g.head_dim;
   float key[kMaxDim];
   Nested nested;
-  rotate(qkv + (g.num_heads + kv_head) * D, k_norm, eps, cos_row, sin_row, g, key);
+  rotate(qkv + (g.num_heads + kv_head) * D, k_norm, eps, cos + position * (D / 2),
+         sin + position * (D / 2), g, key);
   uint8_t* rec = record(cache, kv_head, position / kBlock);
   const int t = int(position % kBlock);
   nest(key, D, nested);
-  write_key(cache, rec, t, nested, D);
+  uint8_t* plane = rec + t / kRows * (cache.Dk * 8) + t % kRows * 4;
+  write_key(nested.q4, cache.Dk / 2, plane);
+  write_key(nested.qr, cache.Dk / 2, plane + kBlock * cache.Dk / 2);
+  scales(rec, cache, 0)[t] = nested.scale;
   nest(qkv + (g.num_heads + g.num_kv_heads + kv_head) * D, D, nested);
-  write_value(cache, rec, t, nested, D);
+  plane = rec + int64_t(kBlock) * cache.Dk;
+  write_value(nested.q4, cache.Dv, t, plane);
+  write_value(nested.qr, cache.Dv, t, plane + kBlock * cache.Dv / 2);
+  scales(rec, cache, 1)[t] = nested.scale;
 }
 
 // Query vectors of one call, quantised once.
 struct Queries {
-  int8_t codes[kMaxQuery * kMaxDim];
+  int8_t codes[kMaxQuery * kMaxDim + 16];
   float scale[kMaxQuery];
   int32_t sums[kMaxQuery];
   int32_t count;
@@ -186,21 +196,13 @@ void softmax_block(const int32_t* dots, float factor, int shift, const float* ks
     const Lanes rounded = (w[v] * inverse + kMagic) - kMagic;
     const Whole i = __builtin_convertvector(rounded, Whole);
     total = total + i;
-    using Bytes [[gnu::vector_size(16), gnu::aligned(1), gnu::may_alias]] = int8_t;
     *reinterpret_cast<Bytes*>(high + 16 * v) = __builtin_convertvector((i >> 7) - 128, Bytes);
     *reinterpret_cast<Bytes*>(low + 16 * v) = __builtin_convertvector(i & 127, Bytes);
   }
-  *sum = 0;
-  for (int l = 0; l < 16; l++) *sum += total[l];
+  *sum = sum_lane(total);
   partial[0] = most;
   partial[1] = sum_lane((s[0] + s[2]) + (s[1] + s[3]));
   *step = peak / 32767.0f;
-}
-
-int32_t sum_bytes(const int8_t* x, int n) {
-  int32_t sum = 0;
-  for (int i = 0; i < n; i++) sum += x[i];
-  return sum;
 }
 
 // A run of query vectors over one block; all of them see it through both planes or through one.
@@ -231,12 +233,10 @@ void attend_block(const CacheLayer& cache, const uint8_t* rec, int D, bool full,
     const int32_t* ones = sums + 2 * count * kRows;
     const int width = D - tile * kRows < kRows ? D - tile * kRows : kRows;
     for (int i = 0; i < count; i++) {
-      const int32_t *high = sums + 2 * i * kRows, *low = high + kRows;
-      float value[kRows];
-      const int32_t offset = (full ? kOffset : 8) * w.sums[i];
-      for (int d = 0; d < kRows; d++)
-        value[d] = float(shift * (128 * (high[d] + 128 * ones[d]) + low[d] - offset)) * w.step[i];
-      std::memcpy(partial[i] + 2 + tile * kRows, value, sizeof(float) * size_t(width));
+      const Whole high = whole(sums + 2 * i * kRows), low = whole(sums + (2 * i + 1) * kRows);
+      const Whole sum = 128 * (high + 128 * whole(ones)) + low - (full ? kOffset : 8) * w.sums[i];
+      const Lanes value = __builtin_convertvector(shift * sum, Lanes) * w.step[i];
+      std::memcpy(partial[i] + 2 + tile * kRows, &value, sizeof(float) * size_t(width));
     }
   }
 }
@@ -251,10 +251,14 @@ void attention(const Geometry& g, const CacheLayer& cache, const AttentionPart& 
     int8_t* codes = q.codes + i * cache.Dk;
     const float* x = part.q + (row * g.num_heads + head) * D;
     const Quantiser of = quantiser_of(x, D, 1.0f);
-    codes_of_row(x, D, 1.0f, of.inverse, codes);
-    std::memset(codes + D, 0, size_t(cache.Dk - D));
+    Whole sum{};
+    for (int d = 0; d < D; d += 16) {  // the next vector writes over what is behind this one
+      const Whole whole = codes_at(x, d, D, 1.0f, of.inverse);
+      *reinterpret_cast<Bytes*>(codes + d) = __builtin_convertvector(whole, Bytes);
+      sum = sum + whole;
+    }
     q.scale[i] = of.scale * g.softmax_scale;
-    q.sums[i] = sum_bytes(codes, D);
+    q.sums[i] = sum_lane(sum);
   }
   for (int block = part.block0; block < part.block1; block++) {
     const uint8_t* rec = record(cache, part.kv_head, block);
@@ -298,8 +302,8 @@ void combine(const Geometry& g, const float* partial, int blocks, float* out) {
 }
 
 const Isa* table(const char* name, int interleave) {
-  static const Isa isa{name,    interleave, linear,  quantise, norm_quantise, silu_mul_quantise,
-                       rope_kv, attention,  combine, argmax,   exp64,         gumbel,
-                       checksum};
+  static const Isa isa{name,     interleave,     linear,   quantise,  norm_quantise,
+                       silu_mul, rotate_queries, write_kv, attention, combine,
+                       argmax,   exp64,          gumbel,   checksum};
   return &isa;
 }

@@ -130,15 +130,15 @@ void edge_repack(Model* model, const uint8_t* base, const uint8_t* refine, const
   job.N = N, job.Kp = Kp, job.G = G;
   job.out_base = out_base, job.out_refine = out_refine, job.out_mult = out_mult;
   const int tiles = (N + kTile - 1) / kTile;
-  const int32_t chunks = (tiles + Repack::kTiles - 1) / Repack::kTiles;
-  model->pool->run(job, &chunks, 1);
+  const Stage stage{(tiles + Repack::kTiles - 1) / Repack::kTiles};
+  model->pool->run(job, &stage, 1);
 }
 
 uint64_t edge_read(Model* model, const uint8_t* data, int64_t bytes) {
   Read job;
   job.isa = model->isa, job.data = data, job.bytes = bytes;
-  const int32_t chunks = int32_t((bytes + Read::kPiece - 1) / Read::kPiece);
-  model->pool->run(job, &chunks, 1);
+  const Stage stage{int32_t((bytes + Read::kPiece - 1) / Read::kPiece)};
+  model->pool->run(job, &stage, 1);
   return job.sum.load();
 }
 

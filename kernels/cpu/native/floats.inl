@@ -69,13 +69,6 @@ inline float sum_lane(Lanes x) {
   return fold(x, [](Lanes a, Lanes b) { return a + b; });
 }
 
-// Maximum of n floats, n a multiple of 16.
-inline float max_of(const float* x, int n) {
-  Lanes most = lanes(x);
-  for (int i = 16; i < n; i += 16) most = larger(lanes(x + i), most);
-  return max_lane(most);
-}
-
 inline Lanes exp_nonpositive(Lanes x) {
   const Lanes cut = Lanes{} - 87.0f;
   const Lanes safe = x < cut ? cut : x;
@@ -137,34 +130,46 @@ inline Quantiser quantiser_of(const float* x, int n, float factor) {
   return {127.0f / peak, peak / 127.0f};
 }
 
-inline void codes_of_row(const float* x, int n, float factor, float inverse, int8_t* codes) {
-  for (int i = 0; i < n; i++) {
-    float c = round_even((x[i] * factor) * inverse);
-    c = c > 127.0f ? 127.0f : c;
-    c = c < -127.0f ? -127.0f : c;
-    c = c == c ? c : 0.0f;
-    codes[i] = int8_t(int32_t(c));
+using Bytes [[gnu::vector_size(16), gnu::aligned(1), gnu::may_alias]] = int8_t;
+
+// 16 codes of factor * x from element i on, zero from n on
+inline Whole codes_at(const float* x, int i, int n, float factor, float inverse) {
+  float rest[16] = {};
+  if (i + 16 > n) {
+    for (int l = 0; i + l < n; l++) rest[l] = x[i + l];
+    x = rest, i = 0;
   }
+  Lanes c = (((lanes(x + i) * factor) * inverse) + kMagic) - kMagic;
+  c = c > 127.0f ? Lanes{} + 127.0f : c;
+  c = c < -127.0f ? Lanes{} - 127.0f : c;
+  c = c == c ? c : Lanes{};
+  return __builtin_convertvector(c, Whole);
+}
+
+inline int32_t sum_lane(Whole x) {
+  int32_t sum = 0;
+  for (int l = 0; l < 16; l++) sum += x[l];
+  return sum;
 }
 
 inline void quantise_row(const float* x, int n, float factor, int row, int G, const Activation& a) {
   const Quantiser q = quantiser_of(x, n, factor);
   a.scale[row] = q.scale;
   const int I = a.interleave;
-  int8_t* block = a.codes + int64_t(row / I) * I * a.stride + row % I * 4;
-  int32_t* sums = a.sums + int64_t(row) * a.groups;
-  int8_t codes[kMaxGroup];
-  for (int g = 0; g < a.groups; g++, block += int64_t(G) * I) {
-    const int left = n - g * G, count = left < G ? left : G;
-    codes_of_row(x + g * G, count, factor, q.inverse, codes);
-    std::memset(codes + count, 0, size_t(G - count));
-    int32_t sum = 0;
-    for (int i = 0; i < G; i++) sum += codes[i];
-    sums[g] = sum;
-    if (I == 1)
-      std::memcpy(block, codes, size_t(G));
-    else
-      for (int i = 0; i < G; i += 4) std::memcpy(block + i * I, codes + i, 4);
+  int8_t* out = a.codes + int64_t(row / I) * I * a.stride + row % I * 4;
+  for (int g = 0; g < a.groups; g++) {
+    Whole sum{};
+    for (int i = g * G; i < (g + 1) * G; i += 16, out += 16 * I) {
+      const Whole whole = codes_at(x, i, n, factor, q.inverse);
+      const Bytes codes = __builtin_convertvector(whole, Bytes);
+      sum = sum + whole;
+      if (I == 1)
+        *reinterpret_cast<Bytes*>(out) = codes;
+      else
+        for (int w = 0; w < 4; w++)
+          std::memcpy(out + 4 * w * I, reinterpret_cast<const int8_t*>(&codes) + 4 * w, 4);
+    }
+    a.sums[int64_t(row) * a.groups + g] = sum_lane(sum);
   }
 }
 
@@ -176,16 +181,20 @@ void norm_quantise(const float* x, int n, float eps, int row, int G, const Activ
   quantise_row(x, n, inverse_rms(x, n, eps), row, G, a);
 }
 
-void silu_mul_quantise(const float* gate_up, int n, int row, int G, const Activation& a,
-                       float* scratch) {
-  const float *gate = gate_up, *up = gate_up + n;
-  for (int i = 0; i < n; i++) {
-    const float g = gate[i];
-    const float e = exp_nonpositive(-std::fabs(g));
-    const float s = (g >= 0.0f ? 1.0f : e) / (1.0f + e);
-    scratch[i] = (g * s) * up[i];
-  }
-  quantise(scratch, n, row, G, a);
+void silu_mul(const float* gate, const float* up, int n, float* out) {
+  auto product = [](Lanes g, Lanes u) {
+    const Lanes e = exp_nonpositive((Lanes)((Whole)g | INT32_MIN));  // of -|g|
+    const Lanes s = (g >= 0.0f ? Lanes{} + 1.0f : e) / (1.0f + e);
+    return (g * s) * u;
+  };
+  int i = 0;
+  for (; i + 16 <= n; i += 16)
+    *reinterpret_cast<Lanes*>(out + i) = product(lanes(gate + i), lanes(up + i));
+  if (i == n) return;
+  float rest[2][16] = {};
+  for (int l = 0; i + l < n; l++) rest[0][l] = gate[i + l], rest[1][l] = up[i + l];
+  const Lanes last = product(lanes(rest[0]), lanes(rest[1]));
+  for (int l = 0; i + l < n; l++) out[i + l] = last[l];
 }
 
 // fp16 and back, in integers
@@ -215,14 +224,25 @@ inline uint16_t half_up(float x) {
 }
 
 void argmax(const float* x, int n, float* best, int32_t* index, bool* finite) {
-  const int whole = n / 16 * 16;
-  float most = whole ? max_of(x, whole) : x[0];
-  for (int i = whole; i < n; i++) most = x[i] > most ? x[i] : most;
-  *finite = bits_of(peak_of(x, n)) < 0x7f800000u;
-  *best = most;
+  Lanes most = Lanes{} + x[0];
+  Whole peak{};
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const Whole magnitude = (Whole)lanes(x + i) & INT32_MAX;
+    most = larger(lanes(x + i), most);
+    peak = magnitude > peak ? magnitude : peak;
+  }
+  float top = max_lane(most);
+  float largest = peak_lane((Lanes)peak);
+  for (; i < n; i++) {
+    top = x[i] > top ? x[i] : top;
+    largest = bits_of(x[i]) << 1 > bits_of(largest) << 1 ? float_of(bits_of(x[i]) & INT32_MAX) : largest;
+  }
+  *finite = bits_of(largest) < 0x7f800000u;
   int at = 0;
-  while (at < n - 1 && x[at] != most) at++;
+  while (at < n - 1 && x[at] != top) at++;
   *index = at;
+  *best = x[at];
 }
 
 uint64_t checksum(const uint8_t* data, int64_t bytes) {

@@ -81,7 +81,7 @@ template <int M, int T>
 // With this many activations the processor no longer looks far enough ahead by itself: fetching this
 // far ahead into the second cache takes 5 activations from 15 to 25 GB/s; with fewer it costs a fifth
 // (one core, Zen 4, tools/LOG.md).
-constexpr int kAheadRows = 3, kAhead = 4096;
+constexpr int kAheadRows = 2, kAhead = 4096;
 
 // always inline: gcc drops calls of a function that does nothing but fetch
 [[gnu::always_inline]] inline void fetch_ahead(const uint8_t* plane) {
@@ -97,7 +97,7 @@ template <bool w8, int M, int T>
   start(s, w8 ? kOffset : 8, sums, groups);
   const int8_t* high = a + G / 8 * step;
   for (int c = 0; c < G / 8; c++, a += step, high += step, base += T * 64, refine += T * 64) {
-    if constexpr (T == 2 && M >= kAheadRows) {
+    if constexpr (T == 2 && (!w8 || M >= kAheadRows)) {
       fetch_ahead(base);
       if (w8) fetch_ahead(refine);
     }

@@ -18,10 +18,15 @@ constexpr int kSpinsBetween = 20000;  // steps: some 200 us, longer than the hos
 constexpr std::chrono::microseconds kStall{400};
 constexpr int kStallChunks = 4;
 
-// The ticket: step in 24 bits, op in 16, chunk in 24. Op kEnd: nothing is left of the step.
-constexpr int kOpShift = 24, kStepShift = 40;
-constexpr uint64_t kChunkMask = (uint64_t(1) << kOpShift) - 1, kEnd = 0xffff;
-constexpr uint64_t kStepMask = (uint64_t(1) << 24) - 1;
+// The ticket: step in 16 bits, op in 12, chunks taken from the end in 18, from the start in 18. Op kEnd:
+// nothing is left of the step.
+constexpr int kBackShift = 18, kOpShift = 36, kOpBits = 12, kStepShift = kOpShift + kOpBits;
+constexpr uint64_t kCountMask = 0x3ffff, kEnd = 0xfff, kStepMask = 0xffff;
+
+// What a waiting thread fetches at a time, and in all of a plane.
+constexpr int64_t kPieceBytes = 512, kAheadBytes = 256 << 10;
+
+constexpr std::memory_order kRelaxed = std::memory_order_relaxed;
 
 uint64_t ticket_of(uint64_t step, uint64_t op) { return step << kStepShift | op << kOpShift; }
 uint64_t step_of(uint64_t ticket) { return ticket >> kStepShift; }
@@ -79,20 +84,27 @@ void Pool::wake() {
   futex_wake_all(&event_);
 }
 
-void Pool::run(Steps& steps, const int32_t* chunks, int ops) {
+void Pool::run(Steps& steps, const Stage* stages, int ops) {
   if (ops > capacity_) {
-    if (totals_) retired_.push_back(std::move(totals_));
-    totals_ = std::make_unique<std::atomic<int32_t>[]>(size_t(ops));
+    if (stages_) retired_.push_back(std::move(stages_));
+    stages_ = std::make_unique<Shared[]>(size_t(ops));
     capacity_ = ops;
-    current_.store(totals_.get());
+    current_.store(stages_.get());
   }
-  for (int i = 0; i < ops; i++) totals_[size_t(i)].store(chunks[i], std::memory_order_relaxed);
+  for (int i = 0; i < ops; i++) {
+    Shared& shared = stages_[size_t(i)];
+    shared.chunks.store(stages[i].chunks, kRelaxed);
+    shared.next.store(stages[i].next, kRelaxed);
+    shared.planes[0].store(stages[i].first_plane, kRelaxed);
+    shared.planes[1].store(stages[i].second_plane, kRelaxed);
+    shared.bytes.store(stages[i].bytes, kRelaxed);
+  }
   steps_ = &steps;
   ops_ = ops;
   const bool helpers = !workers_.empty() && !alone();
   helpers_.store(helpers);
   const uint64_t step = (step_of(ticket_.load()) + 1) & kStepMask;
-  finish(step, -1);
+  finish(step, -1, 0);
   work(step, 0);
 }
 
@@ -110,36 +122,68 @@ bool Pool::alone() {
   return true;
 }
 
-// Move the ticket to the next op that has chunks.
-void Pool::finish(uint64_t step, int op) {
-  do op++;
-  while (op < ops_ && totals_[size_t(op)].load(std::memory_order_relaxed) == 0);
+// Do the ops of one chunk that follow, then move the ticket to the next of several.
+void Pool::finish(uint64_t step, int op, int thread) {
+  for (op++; op < ops_; op++) {
+    const int32_t total = stages_[size_t(op)].chunks.load(kRelaxed);
+    if (total > 1) break;
+    if (total == 1) steps_->chunk(op, 0, thread);
+  }
   done_.store(0);
   ticket_.store(ticket_of(step, op < ops_ ? uint64_t(op) : kEnd));
   if (helpers_.load()) wake();
 }
 
+// Fetch a piece of the planes that a later op reads, from the side that this thread takes.
+bool Pool::fetch(const Shared& stage, uint64_t step, bool from_end) {
+  const uint64_t wanted = step << kOpBits | uint64_t(uint32_t(stage.next.load(kRelaxed)));
+  const int64_t bytes = stage.bytes.load(kRelaxed);
+  std::atomic<uint64_t>& ahead = ahead_[from_end];
+  uint64_t seen = ahead.load(kRelaxed);
+  if (seen >> 32 != wanted) ahead.compare_exchange_strong(seen, wanted << 32);
+  const int64_t end = (int64_t(uint32_t(ahead.fetch_add(1, kRelaxed))) + 1) * kPieceBytes;
+  if (end > std::min(bytes, kAheadBytes)) return false;
+  const int64_t start = from_end ? bytes - end : end - kPieceBytes;
+  for (const auto& plane : stage.planes) {
+    const uint8_t* data = plane.load(kRelaxed);
+    for (int64_t i = start; data && i < start + kPieceBytes; i += 64)
+      __builtin_prefetch(data + i, 0, 2);
+  }
+  return true;
+}
+
 void Pool::work(uint64_t step, int thread) {
   using Clock = std::chrono::steady_clock;
-  Clock::duration own{};  // the last chunk here
+  Clock::time_point mark = Clock::now();
+  Clock::duration own{};  // the caller's last chunk
   while (true) {
     uint64_t ticket = ticket_.load();
     const uint64_t op = op_of(ticket);
     if (step_of(ticket) != step || op == kEnd) return;
-    const int32_t total = current_.load()[op].load(std::memory_order_relaxed);
-    if (int32_t(ticket & kChunkMask) < total) {
-      if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
-      const auto since = Clock::now();
-      steps_->chunk(int(op), int(ticket & kChunkMask), thread);
-      own = Clock::now() - since;
-      if (done_.fetch_add(1) + 1 == total) finish(step, int(op));
+    const Shared& stage = current_.load()[op];
+    const int32_t total = stage.chunks.load(kRelaxed);
+    const bool from_end = thread % 2;
+    const int32_t front = int32_t(ticket & kCountMask);
+    const int32_t back = int32_t(ticket >> kBackShift & kCountMask);
+    if (front + back < total) {
+      const uint64_t taken = uint64_t(1) << (from_end ? kBackShift : 0);
+      if (!ticket_.compare_exchange_weak(ticket, ticket + taken)) continue;
+      steps_->chunk(int(op), from_end ? total - 1 - back : front, thread);
+      if (done_.fetch_add(1) + 1 == total) finish(step, int(op), thread);
+      if (thread) continue;
+      const Clock::time_point now = Clock::now();
+      own = now - mark;
+      mark = now;
       continue;
     }
     auto moved = [&] { return ticket_.load() >> kOpShift != ticket >> kOpShift; };
-    const auto since = Clock::now();
+    while (!moved() && fetch(stage, step, from_end)) {
+    }
     wait(moved, kSpinsInside);
-    const Clock::duration waited = Clock::now() - since;
-    if (thread == 0 && waited > kStall && waited > kStallChunks * own) stalled_ = true;
+    if (thread) continue;
+    const Clock::time_point now = Clock::now();
+    if (now - mark > kStall && now - mark > kStallChunks * own) stalled_ = true;
+    mark = now;
   }
 }
 

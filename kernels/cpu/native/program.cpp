@@ -8,7 +8,7 @@ namespace edge {
 namespace {
 
 constexpr int64_t kChunkBytes = 64 << 10;  // of weights; smaller pieces gain nothing
-constexpr int kRowsAChunk = 8;             // of a long pass, for ops that go row by row
+constexpr int kRowsAChunk = 8;             // for ops that go row by row: whole interleaved blocks
 constexpr int kAttentionRows = 4;          // of a long pass
 constexpr int kBlocksAChunk = 4;           // of the cache, where attention splits it
 
@@ -20,11 +20,17 @@ Program::Program(Model& model, const Op* ops, int count, const int32_t* widths, 
     : model_(model), ops_(ops, ops + count), registers_(size_t(registers)) {
   for (int i = 0; i < registers; i++) registers_[size_t(i)] = {widths[i], false};
   for (const Op& op : ops_) {
-    const bool quantises =
-        op.kind == kNormQuantise || op.kind == kQuantise || op.kind == kSiluMulQuantise;
-    if (quantises) registers_[size_t(op.out)].quantised = true;
+    if (op.kind == kNormQuantise || op.kind == kQuantise) registers_[size_t(op.out)].quantised = true;
   }
-  chunks_.resize(ops_.size());
+  stages_.resize(ops_.size());
+  for (int i = count - 2; i >= 0; i--) {
+    const Op& next = ops_[size_t(i) + 1];
+    stages_[size_t(i)] = stages_[size_t(i) + 1];
+    if (next.kind != kLinear && next.kind != kHead) continue;
+    const Linear& L = model.linears[size_t(next.weight)];
+    const int64_t bytes = int64_t(ceil_div(L.N, kTile)) * L.Kp * (kTile / 2);
+    stages_[size_t(i)] = {0, i + 1, L.base, next.w8 ? L.refine : nullptr, bytes};
+  }
   model.scratch.resize(size_t(model.pool->threads()));
   if (model.buffers.size() < registers_.size()) model.buffers.resize(registers_.size());
 }
@@ -68,13 +74,25 @@ void Program::grow(int rows, int blocks) {
   for (auto& s : model_.scratch) at_least(s, own);
 }
 
-int Program::tiles_a_chunk(const Op& op) const {
-  const Linear& L = model_.linears[size_t(op.weight)];
-  const int64_t tile = int64_t(L.Kp) * (kTile / 2) * (op.w8 ? 2 : 1);
-  return int(std::max<int64_t>(1, kChunkBytes / tile));
+// Tiles of a linear that are cut into chunks; where outputs are multiplied, a tile of each half.
+int Program::tiles_of(const Op& op) const {
+  const int N = model_.linears[size_t(op.weight)].N;
+  return op.gate_up < 0 ? ceil_div(N, kTile) : N / 2 / kTile;
 }
 
-int Program::rows_each() const { return batch_.M <= kFewRows ? 1 : kRowsAChunk; }
+// Chunks of some kChunkBytes, as many for every thread. Halves that do not start on a tile: one.
+int Program::pieces_of(const Op& op) const {
+  const Linear& L = model_.linears[size_t(op.weight)];
+  if (op.gate_up >= 0 && L.N / 2 % kTile) return 1;
+  const int64_t tile = int64_t(L.Kp) * (kTile / 2) * (op.w8 ? 2 : 1) * (op.gate_up < 0 ? 1 : 2);
+  const int threads = model_.pool->threads();
+  return std::min(tiles_of(op), ceil_div(tiles_of(op) * tile, kChunkBytes * threads) * threads);
+}
+
+Program::Tiles Program::tiles_of_chunk(const Op& op, int index, int chunks) const {
+  const int64_t tiles = tiles_of(op);
+  return {int(tiles * index / chunks), int(tiles * (index + 1) / chunks)};
+}
 
 int Program::attention_rows() const {
   const int fit = kMaxQuery / (model_.geometry.num_heads / model_.geometry.num_kv_heads);
@@ -88,61 +106,56 @@ int Program::chunks_of(const Op& op) const {
   const int M = batch_.M;
   switch (op.kind) {
     case kLinear:
-    case kHead: {
-      const Linear& L = model_.linears[size_t(op.weight)];
-      return ceil_div(ceil_div(L.N, kTile), tiles_a_chunk(op));
-    }
-    case kRopeKv: return g.num_kv_heads * ceil_div(M, rope_rows_);
+    case kHead: return pieces_of(op);
+    case kRopeKv: return g.num_kv_heads * 2;
     case kAttention: {
       const int ranges = M <= kFewRows ? ceil_div(blocks_, kBlocksAChunk) : 1;
       return g.num_kv_heads * ceil_div(M, attention_rows()) * ranges;
     }
-    case kCombine: return M <= kFewRows ? M : 0;
+    case kCombine: return M <= kFewRows ? 1 : 0;
     case kSelectRows: return 1;
     default:  // what follows SelectRows has its rows
-      return op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : ceil_div(M, rows_each());
+      return ceil_div(op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : M, kRowsAChunk);
   }
 }
 
 void Program::run(const Batch& batch, Cache& cache) {
   batch_ = batch;
   cache_ = &cache;
-  int64_t first = batch.positions[0], last = first;
-  for (int i = 0; i < batch.M; i++) {
-    first = std::min(first, batch.positions[i]);
-    last = std::max(last, batch.positions[i]);
-  }
-  // two tokens half a block apart share bytes of V
-  rope_rows_ = batch.M <= kFewRows && last - first < kBlock / 2 ? 1 : batch.M;
+  int64_t last = 0;
+  for (int i = 0; i < batch.M; i++) last = std::max(last, batch.positions[i]);
   blocks_ = int(last / kBlock) + 1;
   grow(batch.M, blocks_);
   head_rows_ = -1;
   for (size_t i = 0; i < ops_.size(); i++) {
     if (ops_[i].kind == kSelectRows) head_rows_ = ops_[i].out;
-    chunks_[i] = batch.skip >> ops_[i].kind & 1 ? 0 : chunks_of(ops_[i]);
+    const int chunks = batch.skip >> ops_[i].kind & 1 ? 0 : chunks_of(ops_[i]);
+    stages_[i].chunks = chunks;
     if (ops_[i].kind == kHead) {
-      head_left_.store(chunks_[i]);
-      best_.resize(std::max(best_.size(), size_t(chunks_[i]) * size_t(batch.num_logits)));
+      head_left_.store(chunks);
+      best_.resize(std::max(best_.size(), size_t(chunks) * size_t(batch.num_logits)));
     }
   }
-  model_.pool->run(*this, chunks_.data(), int(ops_.size()));
+  model_.pool->run(*this, stages_.data(), int(ops_.size()));
 }
 
 void Program::chunk(int number, int index, int thread) {
   const Op& op = ops_[size_t(number)];
+  const int chunks = stages_[size_t(number)].chunks;
   switch (op.kind) {
-    case kEmbed: {
-      const int each = rows_each();
-      for (int r = index * each; r < std::min(batch_.M, (index + 1) * each); r++) embed(op, r);
+    case kEmbed:
+      for (int r = index * kRowsAChunk; r < std::min(batch_.M, (index + 1) * kRowsAChunk); r++)
+        embed(op, r);
       return;
-    }
-    case kLinear: return linear(op, index);
-    case kHead: return head(op, index);
+    case kLinear: return op.gate_up < 0 ? linear(op, index, chunks) : gated(op, index, chunks);
+    case kHead: return head(op, index, chunks);
     case kRopeKv: return rope(op, index);
     case kAttention: return attention(op, index, thread);
-    case kCombine: return combine(op, index);
+    case kCombine:
+      for (int r = 0; r < batch_.M; r++) combine(op, r);
+      return;
     case kSelectRows: return select(op);
-    default: return quantise(op, index, thread);
+    default: return quantise(op, index);
   }
 }
 
@@ -173,41 +186,60 @@ void Program::select(const Op& op) {
   std::memcpy(floats(op.out), from, sizeof(float) * size_t(H) * size_t(batch_.num_logits));
 }
 
-void Program::quantise(const Op& op, int index, int thread) {
+void Program::quantise(const Op& op, int index) {
   const bool head = op.a == head_rows_;
   const int rows = head ? batch_.num_logits : batch_.M;
-  const int each = head ? 1 : rows_each();
   const int width = registers_[size_t(op.a)].width, G = model_.geometry.group_size;
   const Activation a = activation(op.out, rows);
   const Isa& isa = *model_.isa;
-  for (int r = index * each; r < std::min(rows, (index + 1) * each); r++) {
+  for (int r = index * kRowsAChunk; r < std::min(rows, (index + 1) * kRowsAChunk); r++) {
     const float* x = floats(op.a) + int64_t(r) * width;
     if (op.kind == kNormQuantise)
       isa.norm_quantise(x, width, op.eps, r, G, a);
-    else if (op.kind == kQuantise)
-      isa.quantise(x, width, r, G, a);
     else
-      isa.silu_mul_quantise(x, width / 2, r, G, a, model_.scratch[size_t(thread)].data());
+      isa.quantise(x, width, r, G, a);
   }
 }
 
-void Program::linear(const Op& op, int index) {
+void Program::linear(const Op& op, int index, int chunks) {
   const Linear& L = model_.linears[size_t(op.weight)];
-  const int each = tiles_a_chunk(op), tiles = ceil_div(L.N, kTile);
+  const Tiles tiles = tiles_of_chunk(op, index, chunks);
   const float* residual = op.residual < 0 ? nullptr : floats(op.residual);
-  model_.isa->linear(L, op.w8, activation(op.a, batch_.M), batch_.M, index * each,
-                     std::min(tiles, (index + 1) * each), floats(op.out), L.N, residual);
+  model_.isa->linear(L, op.w8, activation(op.a, batch_.M), batch_.M, tiles.first, tiles.last,
+                     floats(op.out), L.N, residual);
 }
 
-void Program::head(const Op& op, int index) {
+// Tiles of the first half of the outputs and the same of the second, then their product. Halves that
+// do not start on a tile are one chunk.
+void Program::gated(const Op& op, int index, int chunks) {
   const Linear& L = model_.linears[size_t(op.weight)];
-  const int each = tiles_a_chunk(op), tiles = ceil_div(L.N, kTile);
-  const int tile0 = index * each, tile1 = std::min(tiles, (index + 1) * each);
+  const int F = L.N / 2, M = batch_.M;
+  float *gate_up = floats(op.gate_up), *out = floats(op.out);
+  const Activation a = activation(op.a, M);
+  int first = 0, last = F;
+  if (F % kTile == 0) {
+    const Tiles tiles = tiles_of_chunk(op, index, chunks);
+    for (int half : {0, F / kTile})
+      model_.isa->linear(L, op.w8, a, M, half + tiles.first, half + tiles.last, gate_up, L.N,
+                         nullptr);
+    first = tiles.first * kTile, last = tiles.last * kTile;
+  } else {
+    model_.isa->linear(L, op.w8, a, M, 0, ceil_div(L.N, kTile), gate_up, L.N, nullptr);
+  }
+  for (int64_t r = 0; r < M; r++) {
+    const float* row = gate_up + r * L.N + first;
+    model_.isa->silu_mul(row, row + F, last - first, out + r * F + first);
+  }
+}
+
+void Program::head(const Op& op, int index, int chunks) {
+  const Linear& L = model_.linears[size_t(op.weight)];
+  const Tiles tiles = tiles_of_chunk(op, index, chunks);
   const int rows = batch_.num_logits;
-  model_.isa->linear(L, op.w8, activation(op.a, rows), rows, tile0, tile1, batch_.logits,
-                     batch_.stride, nullptr);
-  const int first = tile0 * kTile;
-  const int width = std::min(tile1 * kTile, model_.geometry.num_tokens) - first;
+  model_.isa->linear(L, op.w8, activation(op.a, rows), rows, tiles.first, tiles.last,
+                     batch_.logits, batch_.stride, nullptr);
+  const int first = tiles.first * kTile;
+  const int width = std::min(tiles.last * kTile, model_.geometry.num_tokens) - first;
   for (int r = 0; r < batch_.num_logits; r++) {
     Best& best = best_[size_t(index) * size_t(batch_.num_logits) + size_t(r)];
     best = {0, -1, true};
@@ -222,7 +254,7 @@ void Program::head(const Op& op, int index) {
 // The head is the last op of its program.
 void Program::finish_head() {
   const int n = batch_.num_logits;
-  const int chunks = chunks_.back();
+  const int chunks = stages_.back().chunks;
   *batch_.finite = 1;
   for (int r = 0; r < n; r++) {
     Best most = best_[size_t(r)];
@@ -236,15 +268,23 @@ void Program::finish_head() {
   }
 }
 
+// All rows of one kv head, since tokens share bytes of the cache: even chunks rotate its queries, odd
+// ones write its keys and values.
 void Program::rope(const Op& op, int index) {
   const Geometry& g = model_.geometry;
   const int64_t q_width = int64_t(g.num_heads) * g.head_dim;
   const int64_t width = q_width + 2 * int64_t(g.num_kv_heads) * g.head_dim;
   const CacheLayer layer = cache_->layer(op.layer);
-  const int row0 = index / g.num_kv_heads * rope_rows_, kv_head = index % g.num_kv_heads;
-  for (int r = row0; r < std::min(batch_.M, row0 + rope_rows_); r++)
-    model_.isa->rope_kv(g, floats(op.a) + r * width, model_.cos, model_.sin, op.q_norm, op.k_norm,
-                        op.eps, kv_head, batch_.positions[r], floats(op.out) + r * q_width, layer);
+  const int kv_head = index / 2;
+  for (int r = 0; r < batch_.M; r++) {
+    const float* qkv = floats(op.a) + r * width;
+    if (index % 2)
+      model_.isa->write_kv(g, qkv, model_.cos, model_.sin, op.k_norm, op.eps, kv_head,
+                           batch_.positions[r], layer);
+    else
+      model_.isa->rotate_queries(g, qkv, model_.cos, model_.sin, op.q_norm, op.eps, kv_head,
+                                 batch_.positions[r], floats(op.out) + r * q_width);
+  }
 }
 
 void Program::attention(const Op& op, int index, int thread) {

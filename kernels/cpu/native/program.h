@@ -17,14 +17,14 @@ enum OpKind : int32_t {
   kRopeKv,
   kAttention,
   kCombine,
-  kSiluMulQuantise,
   kSelectRows,
   kHead,
 };
 
-// Mirrors library.Op. a, out, residual: numbers of registers; -1: none.
+// Mirrors library.Op. a, out, residual, gate_up: numbers of registers; -1: none. A linear with gate_up
+// leaves its outputs there, and silu(first half) * second half in out.
 struct Op {
-  int32_t kind, a, out, residual, weight, layer, w8;
+  int32_t kind, a, out, residual, gate_up, weight, layer, w8;
   float eps;
   const float *q_norm, *k_norm;
 };
@@ -98,6 +98,9 @@ class Program : public Steps {
     int32_t width;
     bool quantised;
   };
+  struct Tiles {
+    int first, last;
+  };
   struct Best {
     float value;
     int32_t index;
@@ -106,31 +109,32 @@ class Program : public Steps {
 
   void grow(int rows, int blocks);
   int chunks_of(const Op& op) const;
-  // rows of a chunk: for ops that go row by row, and for attention
-  int rows_each() const;
-  int attention_rows() const;
-  int tiles_a_chunk(const Op& op) const;
+  int attention_rows() const;  // of a chunk
+  int tiles_of(const Op& op) const;
+  int pieces_of(const Op& op) const;
+  Tiles tiles_of_chunk(const Op& op, int index, int chunks) const;
   Activation activation(int number, int rows);
   float* floats(int number) { return model_.buffers[size_t(number)].x.data(); }
   void embed(const Op& op, int row);
   void select(const Op& op);
-  void linear(const Op& op, int index);
-  void head(const Op& op, int index);
+  void linear(const Op& op, int index, int chunks);
+  void gated(const Op& op, int index, int chunks);
+  void head(const Op& op, int index, int chunks);
   void finish_head();
   void rope(const Op& op, int index);
   void attention(const Op& op, int index, int thread);
   void combine(const Op& op, int row);
-  void quantise(const Op& op, int index, int thread);
+  void quantise(const Op& op, int index);
 
   Model& model_;
   std::vector<Op> ops_;
   std::vector<Register> registers_;
-  std::vector<int32_t> chunks_;
+  std::vector<Stage> stages_;
   std::vector<Best> best_;                     // [chunk of the head][row]
   std::atomic<int> head_left_{0};
   Batch batch_{};
   Cache* cache_ = nullptr;
-  int blocks_ = 0, head_rows_ = 0, rope_rows_ = 1;  // rows that one chunk of rope writes
+  int blocks_ = 0, head_rows_ = 0;
 };
 
 }  // namespace edge

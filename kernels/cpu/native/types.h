@@ -73,12 +73,14 @@ struct Isa {
                  int64_t y_stride, const float* residual);
   void (*quantise)(const float* x, int n, int row, int G, const Activation&);
   void (*norm_quantise)(const float* x, int n, float eps, int row, int G, const Activation&);
-  // scratch: n floats
-  void (*silu_mul_quantise)(const float* gate_up, int n, int row, int G, const Activation&,
-                            float* scratch);
-  void (*rope_kv)(const Geometry&, const float* qkv, const float* cos, const float* sin,
-                  const float* q_norm, const float* k_norm, float eps, int kv_head,
-                  int64_t position, float* q_out, const CacheLayer&);
+  void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+  // the query heads of one kv head; its key and value into the cache
+  void (*rotate_queries)(const Geometry&, const float* qkv, const float* cos, const float* sin,
+                         const float* q_norm, float eps, int kv_head, int64_t position,
+                         float* q_out);
+  void (*write_kv)(const Geometry&, const float* qkv, const float* cos, const float* sin,
+                   const float* k_norm, float eps, int kv_head, int64_t position,
+                   const CacheLayer&);
   void (*attention)(const Geometry&, const CacheLayer&, const AttentionPart&);
   void (*combine)(const Geometry&, const float* partial, int blocks, float* out);
   // first maximum of n logits, and whether all are finite

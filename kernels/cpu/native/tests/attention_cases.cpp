@@ -91,8 +91,9 @@ void rope(const edge::Isa& isa, const RopeCase& c, Random& random, Report& repor
     Output<uint8_t> got(cache.bytes.size());
     Output<float> q(size_t(g.num_heads * D));
     std::memcpy(got.data(), cache.bytes.data(), cache.bytes.size());
-    isa.rope_kv(g, qkv.data(), cos.data(), sin.data(), q_norm, k_norm, eps, kv, position, q.data(),
-                {got.data(), cache.block_stride(), cache.Dk, cache.Dv});
+    isa.rotate_queries(g, qkv.data(), cos.data(), sin.data(), q_norm, eps, kv, position, q.data());
+    isa.write_kv(g, qkv.data(), cos.data(), sin.data(), k_norm, eps, kv, position,
+                 {got.data(), cache.block_stride(), cache.Dk, cache.Dv});
     const std::string where = "D " + std::to_string(D) + " position " + std::to_string(position);
     for (int h = 0; h < g.num_heads; h++) {
       const Floats want = scalar::rotate(head(h), q_norm, eps, cos_row, sin_row, scale);
@@ -107,11 +108,12 @@ void rope(const edge::Isa& isa, const RopeCase& c, Random& random, Report& repor
     const Floats key = scalar::rotate(head(g.num_heads + kv), k_norm, eps, cos_row, sin_row, scale);
     cache.write(kv, kKey, position, scalar::nest(key));
     cache.write(kv, kValue, position, scalar::nest(head(g.num_heads + kv_heads + kv)));
-    for (int plane : {0, 1})  // dims that only fill up may hold anything
-      for (int d = D; d < cache.Dk; d++) {
-        const scalar::Place p = cache.nibble(kv, kKey, plane, position, d);
-        cache.set(kv, kKey, plane, position, d, got[size_t(p.byte)] >> p.shift & 15);
-      }
+    for (Kind kind : {kKey, kValue})  // dims that only fill up may hold anything
+      for (int plane : {0, 1})
+        for (int d = D; d < (kind == kKey ? cache.Dk : cache.Dv); d++) {
+          const scalar::Place p = cache.nibble(kv, kind, plane, position, d);
+          cache.set(kv, kind, plane, position, d, got[size_t(p.byte)] >> p.shift & 15);
+        }
     for (size_t i = 0; i < cache.bytes.size(); i++)
       report.same(got[i], cache.bytes[i], where, " cache");
     report.holds(got.intact() && q.intact(), where, " writes outside");

@@ -137,6 +137,7 @@ class Report {
 
 void linear_cases(const edge::Isa& isa, Report& report);
 void quantiser_cases(const edge::Isa& isa, Report& report);
+void silu_cases(const edge::Isa& isa, Report& report);
 void argmax_cases(const edge::Isa& isa, Report& report);
 void sampling_cases(const edge::Isa& isa, Report& report);
 void checksum_cases(const edge::Isa& isa, Report& report);

@@ -17,9 +17,9 @@ struct Group {
 
 constexpr Group kGroups[] = {
     {"linear", check::linear_cases},     {"quantisers", check::quantiser_cases},
-    {"rope_kv", check::rope_cases},      {"attention", check::attention_cases},
-    {"argmax", check::argmax_cases},     {"sampling", check::sampling_cases},
-    {"checksum", check::checksum_cases},
+    {"silu_mul", check::silu_cases},     {"rope_kv", check::rope_cases},
+    {"attention", check::attention_cases}, {"argmax", check::argmax_cases},
+    {"sampling", check::sampling_cases}, {"checksum", check::checksum_cases},
 };
 
 char g_now[128];

@@ -134,22 +134,31 @@ void Pool::finish(uint64_t step, int op, int thread) {
   if (helpers_.load()) wake();
 }
 
-// Fetch a piece of the planes that a later op reads, from the side that this thread takes.
-bool Pool::fetch(const Shared& stage, uint64_t step, bool from_end) {
-  const uint64_t wanted = step << kOpBits | uint64_t(uint32_t(stage.next.load(kRelaxed)));
-  const int64_t bytes = stage.bytes.load(kRelaxed);
+// Fetch a piece of the planes that later ops read: of each the half that this thread's side takes.
+bool Pool::fetch(uint64_t step, int op, bool from_end) {
+  const Shared* stages = current_.load();
+  int next = stages[op].next.load(kRelaxed);
+  const uint64_t wanted = step << kOpBits | uint64_t(next);
   std::atomic<uint64_t>& ahead = ahead_[from_end];
   uint64_t seen = ahead.load(kRelaxed);
   if (seen >> 32 != wanted) ahead.compare_exchange_strong(seen, wanted << 32);
-  const int64_t end = (int64_t(uint32_t(ahead.fetch_add(1, kRelaxed))) + 1) * kPieceBytes;
-  if (end > std::min(bytes, kAheadBytes)) return false;
-  const int64_t start = from_end ? bytes - end : end - kPieceBytes;
-  for (const auto& plane : stage.planes) {
-    const uint8_t* data = plane.load(kRelaxed);
-    for (int64_t i = start; data && i < start + kPieceBytes; i += 64)
-      __builtin_prefetch(data + i, 0, 2);
+  int64_t at = int64_t(uint32_t(ahead.fetch_add(1, kRelaxed))) * kPieceBytes;
+  if (at >= kAheadBytes) return false;
+  for (; next; op = next, next = stages[op].next.load(kRelaxed)) {
+    const int64_t bytes = stages[op].bytes.load(kRelaxed), half = bytes / 2;
+    if (at >= half) {
+      at -= half;
+      continue;
+    }
+    const int64_t start = from_end ? bytes - at - kPieceBytes : at;
+    for (const auto& plane : stages[op].planes) {
+      const uint8_t* data = plane.load(kRelaxed);
+      for (int64_t i = start; data && i < start + kPieceBytes; i += 64)
+        __builtin_prefetch(data + i, 0, 2);
+    }
+    return true;
   }
-  return true;
+  return false;
 }
 
 void Pool::work(uint64_t step, int thread) {
@@ -160,8 +169,7 @@ void Pool::work(uint64_t step, int thread) {
     uint64_t ticket = ticket_.load();
     const uint64_t op = op_of(ticket);
     if (step_of(ticket) != step || op == kEnd) return;
-    const Shared& stage = current_.load()[op];
-    const int32_t total = stage.chunks.load(kRelaxed);
+    const int32_t total = current_.load()[op].chunks.load(kRelaxed);
     const bool from_end = thread % 2;
     const int32_t front = int32_t(ticket & kCountMask);
     const int32_t back = int32_t(ticket >> kBackShift & kCountMask);
@@ -177,7 +185,7 @@ void Pool::work(uint64_t step, int thread) {
       continue;
     }
     auto moved = [&] { return ticket_.load() >> kOpShift != ticket >> kOpShift; };
-    while (!moved() && fetch(stage, step, from_end)) {
+    while (!moved() && fetch(step, int(op), from_end)) {
     }
     wait(moved, kSpinsInside);
     if (thread) continue;

@@ -30,7 +30,7 @@ class Steps {  // what a pool runs
 };
 
 // One op of a step. planes, bytes of each: what op `next` will read, which threads that wait for this
-// one fetch into their caches; null: nothing.
+// one fetch into their caches; next 0: nothing.
 struct Stage {
   int32_t chunks = 0, next = 0;  // chunks: fewer than 2^18
   const uint8_t *first_plane = nullptr, *second_plane = nullptr;
@@ -58,7 +58,7 @@ class Pool {
   void work(uint64_t step, int thread);
   void worker(int thread);
   void finish(uint64_t step, int op, int thread);
-  bool fetch(const Shared& stage, uint64_t step, bool from_end);
+  bool fetch(uint64_t step, int op, bool from_end);
   bool alone();
   template <class Ready>
   void wait(Ready ready, int spins);

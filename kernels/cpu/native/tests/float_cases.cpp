@@ -129,8 +129,10 @@ void silu_cases(const edge::Isa& isa, Report& report) {
     report.next_case();
   };
   for (int n : {1, 7, 16, 31, 32, 33, 64, 100, 576})
-    for (float scale : {1.0f, 1e-6f, 0x1p-140f, 30.0f, 3e38f})
-      one(random.floats(n, scale), random.floats(n, scale));
+    for (float scale : {1.0f, 1e-6f, 0x1p-140f, 30.0f, 3e38f}) {
+      const Floats gate = random.floats(n, scale);
+      one(gate, random.floats(n, scale));
+    }
   Floats gate, up;  // every pair
   for (float g : kAwkward)
     for (float u : kAwkward) gate.push_back(g), up.push_back(u);

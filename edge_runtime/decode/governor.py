@@ -11,6 +11,7 @@ hostile text costs a few draft steps and a friendly one is found again.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -50,17 +51,23 @@ class StepTimes:
         return self._base_share * self.verify(1)
 
     def verify(self, rows: int) -> float:
-        """Seconds of a target step: measured, or on the line through the nearest two that are."""
-        measured = sorted(r for view, r in self._times if view == "w8")
-        if rows in measured:
-            return self._median("w8", rows)
-        if not measured:
+        """Seconds of a target step: measured, or on the line through the nearest two that are.
+
+        A step is never slower than one of more rows, whatever a few slow measurements say.
+        """
+        known: dict[int, float] = {}
+        least = math.inf
+        for r in sorted((r for view, r in self._times if view == "w8"), reverse=True):
+            known[r] = least = min(least, self._median("w8", r))
+        if rows in known:
+            return known[rows]
+        if not known:
             return 1.0 + ROW_COST * (rows - 1)
-        first, *others = sorted(measured, key=lambda r: (abs(r - rows), r))
-        here = self._median("w8", first)
+        first, *others = sorted(known, key=lambda r: (abs(r - rows), r))
+        here = known[first]
         slope = ROW_COST * here / (1.0 + ROW_COST * (first - 1))
-        if others:  # a step of more rows is not faster, whatever the noise says
-            slope = max(0.0, (self._median("w8", others[0]) - here) / (others[0] - first))
+        if others:
+            slope = (known[others[0]] - here) / (others[0] - first)
         return max(here + slope * (rows - first), 0.1 * here)
 
     def _median(self, view: str, rows: int) -> float:

@@ -104,3 +104,13 @@ def test_rows_that_cost_much_are_seen_after_two_numbers_of_them() -> None:
     assert times.verify(8) == 45.0
     times.add("w8", 4, 5.0)  # noise
     assert times.verify(8) == 5.0
+
+
+def test_a_slow_moment_does_not_make_few_rows_dearer_than_many() -> None:
+    times = StepTimes(0.55)
+    times.add("w8", 2, 5.8)
+    times.add("w8", 1, 7.1)  # the machine was busy
+    times.add("w8", 4, 5.9)
+    assert times.verify(1) == times.verify(2) == 5.8
+    assert times.verify(3) == pytest.approx(5.85)
+    assert times.verify(4) == 5.9

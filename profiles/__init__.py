@@ -1,8 +1,7 @@
-"""What is known about a device: memory, bandwidth, compute, rails, each number with its source.
-
-Holds nothing yet. It will have one file per board and the detection of the board it runs on.
-"""
+"""What is known of devices and of model shapes before anything runs, each number with its source."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from edge_runtime.profiles.schema import DeviceProfile, KnownShape, Measured, Mode
+
+__all__ = ["DeviceProfile", "KnownShape", "Measured", "Mode"]

@@ -1,7 +1,17 @@
-"""What is known of devices and of model shapes before anything runs, each number with its source."""
+"""Devices and model shapes: what is known before anything runs, each number with its source."""
 
 from __future__ import annotations
 
+from edge_runtime.profiles.load import device, device_names, shape, shape_names
 from edge_runtime.profiles.schema import DeviceProfile, KnownShape, Measured, Mode
 
-__all__ = ["DeviceProfile", "KnownShape", "Measured", "Mode"]
+__all__ = [
+    "DeviceProfile",
+    "KnownShape",
+    "Measured",
+    "Mode",
+    "device",
+    "device_names",
+    "shape",
+    "shape_names",
+]

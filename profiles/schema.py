@@ -31,10 +31,10 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Power measured on a board while it decoded: what a prediction of joules rests on."""
 
-    mode: str
+    mode: str  # "": the source does not say
     rail: str  # what was read: VDD_IN is the module, VDD_CPU_GPU_CV less than half of it
-    idle_mw: float
     decode_mw: float
+    idle_mw: float | None = None
     source: str  # who measured what, with which runtime
 
 
@@ -50,6 +50,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     system_used_bytes: int | None = None  # taken by the system before this program, headless
     desktop_bytes: int | None = None  # more, with a desktop
     runtime_bytes: int | None = None  # CUDA context, libraries, interpreter
+    memory_bus_bits: int | None = None
     read_share: float | None = None  # of the bandwidth that kernels reach in a step
     int8_mac_per_clk_sm: int | None = None  # dense int8 tensor-core products a clock and SM
     part_numbers: tuple[str, ...] = ()  # in /proc/device-tree/compatible: p3767-0000
@@ -59,11 +60,18 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     measured: tuple[Measured, ...] = ()
 
     def mode(self, name: str | None = None) -> Mode | None:
-        """Return a mode by its name, or the default one; None: no such mode."""
+        """Return a mode by its name, or the default one; None: no such mode.
+
+        AGX Orin says MODE_30W where the others say 30W: both forms are understood.
+        """
         for mode in self.modes:
-            if mode.default if name is None else mode.name.lower() == name.lower():
+            if mode.default if name is None else _bare(mode.name) == _bare(name):
                 return mode
         return self.modes[0] if self.modes and name is None else None
+
+
+def _bare(mode: str) -> str:
+    return mode.upper().removeprefix("MODE_")
 
 
 class KnownShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

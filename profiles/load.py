@@ -47,6 +47,15 @@ def shape(name: str) -> KnownShape:
     return _read("models", name, "model shape", KnownShape)
 
 
+def device_of_part(part: str) -> str | None:
+    """Return the name of the device profile that lists a part number; None: none does."""
+    for name in device_names():
+        text = (FOLDER / "devices" / f"{name}.toml").read_text("utf-8")
+        if f'"{part}"' in text and part in device(name).part_numbers:
+            return name
+    return None
+
+
 def _names(folder: str) -> list[str]:
     return sorted(path.stem for path in (FOLDER / folder).glob("*.toml"))
 

@@ -251,6 +251,11 @@ class Backend(Protocol):
         of a prompt that only fill the cache)."""
         ...
 
+    def relieve(self, cache: Any, length: int) -> None:
+        """Give memory back that the next pass can have again: activations, and what the cache holds
+        behind its first `length` tokens."""
+        ...
+
     def close(self) -> None:
         """Free what it holds."""
         ...

@@ -7,6 +7,7 @@ context is refused with the numbers before anything runs. The cache always holds
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +22,7 @@ from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.governor import Governor, StepTimes
 from edge_runtime.decode.memory import fit_context, peak_rss_bytes
+from edge_runtime.decode.pressure import MemoryWatch
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import ContextError, UsageError
@@ -33,6 +35,8 @@ from edge_runtime.model.transformer import geometry
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Views = Literal["nest", "w8", "w4", "fp"]
 Messages = Sequence[Mapping[str, Any]]
@@ -57,8 +61,10 @@ class Engine:
         backend_why: str = "",
         chunk: int = DEFAULT_CHUNK,
         group_size: int = 0,
+        watch: MemoryWatch | None = None,
     ) -> None:
         """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`."""
+        self.watch = watch or MemoryWatch()
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
         self.backend_name, self.backend_why = model.backend.name, backend_why
@@ -141,6 +147,7 @@ class Engine:
             policy=policy,
             backend_why=why,
             group_size=manifest.group_size,
+            watch=MemoryWatch(reserve_bytes),
         )
 
     def generate(
@@ -161,7 +168,8 @@ class Engine:
         rows fp32 [n, H] in the original model's basis. max_new_tokens None: up to the context.
         allowed_ids: the only ids that may be chosen. deadline_s: return what is there by then,
         flagged `late`. Starting a new generation ends one that was left unfinished. Raises
-        UsageError and, for a prompt that does not fit, ContextError.
+        UsageError, ContextError for a prompt that does not fit, and MemoryPressure while other
+        processes hold the memory that was to stay free.
         """
         if self._closed:
             raise UsageError("the engine is closed", "open it again with Engine.open")
@@ -185,6 +193,7 @@ class Engine:
         if deadline_s is not None:
             deadline_s = arguments.seconds("deadline_s", deadline_s)
         arguments.draft_source(draft_source)
+        self._need_memory()
         self._running = Generation(
             self,
             parsed,
@@ -221,6 +230,20 @@ class Engine:
             "peak_bytes": peak_rss_bytes(),
         }
 
+    def relieve(self, kept: int | None = None) -> int:
+        """Give memory back that is not needed now and return how much in bytes; no token changes.
+
+        kept: computed tokens to keep in the cache, all by default; what goes is computed again.
+        """
+        process = psutil.Process()
+        before = process.memory_info().rss
+        if kept is not None:
+            del self._keys[kept:]
+        self.model.backend.relieve(self.cache, len(self._keys) if kept is None else kept)
+        freed = max(0, before - process.memory_info().rss)
+        log.warning("memory is low: gave %.1f MiB back", freed / 2**20)
+        return freed
+
     def close(self) -> None:
         """End a running generation and free the weights."""
         self.end_running()
@@ -234,6 +257,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    def _need_memory(self) -> None:
+        """Give back what can be, then refuse new work while memory is low."""
+        for kept in (None, 0):
+            if not self.watch.look():
+                return
+            self.relieve(kept)
+        self.watch.refuse_new_work()
 
     # for Generation
 

@@ -193,7 +193,7 @@ class Generation:
                 engine.cache,
                 chunk=engine.chunk if self._deadline is None else min(engine.chunk, PROMPT_CHUNK),
                 want_logits=at + len(part) == len(prompt),
-                proceed=lambda _: self._why_stopped() is None,
+                proceed=lambda rows, at=at: self._why_stopped(at + rows) is None,  # type: ignore[misc]
             )
             engine.filled(prompt.keys[at : at + done])
             if done < len(part) or (logits is None and self._why_stopped()):
@@ -264,7 +264,10 @@ class Generation:
         self.result.text += text
         return text, stop is not None
 
-    def _why_stopped(self) -> FinishReason | None:
+    def _why_stopped(self, computed: int | None = None) -> FinishReason | None:
+        """Between passes; computed: tokens in the cache, where the engine does not know them yet."""
+        if self._engine.watch.due():  # what runs is finished, with less
+            self._engine.relieve(computed)
         if self._cancelled.is_set():
             return "cancelled"
         if self._deadline is not None and time.perf_counter() >= self._deadline:

@@ -18,9 +18,8 @@ from edge_runtime.kernels import ops
 from edge_runtime.kernels.cpu import library
 from edge_runtime.kernels.cpu.arena import Arena
 from edge_runtime.kernels.cpu.logits import CpuLogits, LogitsBuffer
-from edge_runtime.kernels.layout import padded
+from edge_runtime.kernels.layout import ROW_TILE, padded
 
-TILE_ROWS = 32
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -112,7 +111,7 @@ class CpuBackend:
         for name, linear in weights.linears.items():
             self._linears[name] = (self._add_linear(linear), linear.base.shape[0])
             weights.release()
-        self._batch.stride = padded(max(n for _, n in self._linears.values()), TILE_ROWS)
+        self._batch.stride = padded(max(n for _, n in self._linears.values()), ROW_TILE)
 
     @property
     def weights_bytes(self) -> int:
@@ -165,6 +164,12 @@ class CpuBackend:
         self.lib.edge_read(self.model, data.ctypes.data, data.nbytes)
         return time.perf_counter() - started
 
+    def relieve(self, cache: CpuCache, length: int) -> None:
+        """Give back activations, spare logits, and the cache behind its first `length` tokens."""
+        self.spare = None
+        self.lib.edge_cache_trim(cache.handle, length)
+        self.lib.edge_release_workspace(self.model)
+
     def close(self) -> None:
         """End the threads and free the programs and the planes."""
         for _, program, _ in self._programs.values():
@@ -208,7 +213,7 @@ class CpuBackend:
 
     def _add_linear(self, w: ops.LinearWeights) -> int:
         N, half = w.base.shape
-        rows, Kp, G = padded(N, TILE_ROWS), 2 * half, w.group_size
+        rows, Kp, G = padded(N, ROW_TILE), 2 * half, w.group_size
         base, refine = (self._arena.take(rows * half) for _ in range(2))
         mult = self._arena.take(rows * (Kp // G) * 2).view(np.int16)
         planes = [np.ascontiguousarray(p) for p in (w.base, w.refine, w.mult)]

@@ -123,10 +123,12 @@ SIGNATURES = {
     "edge_program_new": (c_void_p, (c_void_p, POINTER(Op), c_int32, POINTER(c_int32), c_int32)),
     "edge_program_free": (None, (c_void_p,)),
     "edge_workspace_bytes": (c_int64, (c_void_p,)),
+    "edge_release_workspace": (None, (c_void_p,)),
     "edge_run": (None, (c_void_p, POINTER(Batch), c_void_p)),
     "edge_sample": (c_int32, (c_void_p, POINTER(SampleArgs))),
     "edge_cache_new": (c_void_p, (c_void_p, c_int32)),
     "edge_cache_free": (None, (c_void_p,)),
+    "edge_cache_trim": (None, (c_void_p, c_int32)),
     "edge_cache_bytes": (c_int64, (c_void_p,)),
     "edge_cache_copy": (
         None,

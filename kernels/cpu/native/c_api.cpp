@@ -1,4 +1,6 @@
 // The C interface that library.py calls through ctypes (which lets go of the interpreter's lock).
+#include <malloc.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -148,6 +150,13 @@ Program* edge_program_new(Model* model, const Op* ops, int count, const int32_t*
 }
 
 void edge_program_free(Program* program) { delete program; }
+
+void edge_release_workspace(Model* model) {
+  model->release_workspace();
+#ifdef __GLIBC__
+  malloc_trim(0);  // what the vectors held goes back to the kernel
+#endif
+}
 
 int64_t edge_workspace_bytes(const Model* model) { return model->workspace_bytes(); }
 

@@ -1,5 +1,6 @@
 // Storage of the nested cache, and its canonical planes (kernels/ops.py, Cache).
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "program.h"
 
@@ -27,6 +28,12 @@ Cache::Cache(const Geometry& g, int capacity)
 
 Cache::~Cache() {
   if (data) munmap(data, size_t(bytes));
+}
+
+void Cache::trim(int length) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  const int64_t from = padded((int64_t(length) + kBlock - 1) / kBlock * block_stride, page);
+  if (data && from < bytes) madvise(data + from, size_t(bytes - from), MADV_DONTNEED);
 }
 
 namespace {
@@ -79,6 +86,8 @@ Cache* edge_cache_new(const Model* model, int capacity) {
 }
 
 void edge_cache_free(Cache* cache) { delete cache; }
+
+void edge_cache_trim(Cache* cache, int length) { cache->trim(length); }
 
 int64_t edge_cache_bytes(const Cache* cache) { return cache->bytes; }
 

@@ -44,6 +44,12 @@ int64_t Model::workspace_bytes() const {
   return bytes;
 }
 
+void Model::release_workspace() {
+  for (Buffer& buffer : buffers) buffer = Buffer{};
+  for (auto& own : scratch) std::vector<float>().swap(own);
+  std::vector<float>().swap(partial);
+}
+
 void Program::grow(int rows, int blocks) {
   const Geometry& g = model_.geometry;
   const int G = g.group_size, I = model_.isa->interleave;

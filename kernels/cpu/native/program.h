@@ -56,6 +56,7 @@ struct Cache {
   Cache(const Geometry& geometry, int capacity);  // data is null: out of memory
   ~Cache();
   Cache(const Cache&) = delete;
+  void trim(int length);  // gives pages behind the first tokens back
   CacheLayer layer(int index) const {
     return {data + index * layer_stride, block_stride, Dk, Dv};
   }
@@ -85,6 +86,7 @@ struct Model {
   std::vector<float> partial{};                // attention of few rows: [row][head][block][2 + D]
   std::vector<std::vector<float>> scratch{};   // a thread's own
   int64_t workspace_bytes() const;
+  void release_workspace();  // between passes; the next one makes what it needs
 };
 
 class Program : public Steps {

@@ -19,8 +19,8 @@ from edge_runtime.cache.policy import KV8
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.layout import padded
-from edge_runtime.model.transformer import linear_shapes
+from edge_runtime.plan import cost, footprint
+from edge_runtime.plan.footprint import linear_shapes
 
 READ_BYTES = 256 << 20  # more than any last-level cache this runs on
 ROWS = (1, 2, 3, 4, 5, 8)
@@ -54,19 +54,13 @@ class Sample:
 
 def linear_bytes(outputs: int, inputs: int, group_size: int, view: ops.View) -> int:
     """Bytes that one pass reads of a matrix: planes, group multipliers, row scales."""
-    width = padded(inputs, group_size)
-    planes = 2 if view == "w8" else 1
-    return outputs * (planes * width // 2 + 2 * (width // group_size) + 4)
+    return footprint.linear_bytes(outputs, inputs, group_size, 2 if view == "w8" else 1)
 
 
 def step_bytes(engine: Engine, view: ops.View, position: int) -> int:
     """Bytes that a pass of one row reads at a position: all weights, and the cache before it."""
-    spec = engine.model.spec
-    weights = sum(
-        linear_bytes(n, k, engine.group_size, view) for n, k in linear_shapes(spec).values()
-    )
-    per_token = spec.num_layers * 2 * spec.num_kv_heads * (spec.head_dim + 2)
-    return weights + spec.hidden_size + position * per_token
+    assert view != "fp", "the float model is not measured against memory"
+    return cost.step_bytes(engine.model.spec, engine.group_size, view, position)
 
 
 def bandwidth(engine: Engine, repeats: int) -> Sample | None:

@@ -7,14 +7,14 @@ falls back without that reason being shown.
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 from edge_runtime.errors import BackendUnavailable, UsageError, cut
-from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA
-from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
+
+if TYPE_CHECKING:  # planning needs sizes, not numpy
+    from edge_runtime.kernels.ops import Backend, Geometry, ModelWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
-RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
-CPU_RUNTIME_BYTES = 66 << 20  # interpreter, libraries, tokenizer
 INSTALL_TORCH = "pip install torch==2.13.0"
 TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build for your JetPack)"
 
@@ -83,43 +83,6 @@ def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple
         )
     hint = TORCH_HINT if name == "reference" else "use --backend auto to see what runs here"
     raise BackendUnavailable(f"backend {name} is not available: {reason}", hint)
-
-
-def fixed_bytes(
-    num_weights: int, num_embedding: int, backend: str, *, group_size: int, workspace: int
-) -> int:
-    """Upper estimate of what a backend holds besides the KV cache.
-
-    workspace: bytes of the activations of a chunk of a prompt.
-    """
-    if backend == "cpu":  # both planes and their multipliers
-        weights = num_weights + num_weights // group_size * 2
-        return weights + num_embedding + workspace + CPU_RUNTIME_BYTES
-    assert backend == "reference", backend
-    views = 2 * num_weights * 4  # one fp32 number a weight in each of two views
-    mult = num_weights // 64 * 2 * 8  # one fp64 number a group in each
-    wide = num_embedding * 8  # the largest linear once in fp64, for prompts
-    return views + mult + wide + num_embedding + RUNTIME_BYTES
-
-
-def attention_per_token_bytes(
-    backend: str, num_heads: int, head_dim: int, threads: int | None
-) -> int:
-    """Bytes besides the KV cache that a backend needs for every token of context."""
-    rope = 4 * head_dim  # cos and sin, fp32
-    if backend != "cpu":
-        return rope
-    from edge_runtime.kernels.cpu.threads import usable_cores
-
-    # what attention keeps of each block of the cache: of eight rows, and of 32 queries a thread
-    vectors = (MAX_GAMMA + 1) * num_heads + 32 * (threads or usable_cores())
-    return rope + 4 * vectors * (head_dim + 2) // KV_BLOCK
-
-
-def float_fixed_bytes(num_weights: int, num_embedding: int) -> int:
-    """Upper estimate of what the unquantised model (`--view fp`) holds besides its KV cache."""
-    loading = 2 * num_embedding * 4  # a large tensor as it comes; the largest come first
-    return (num_weights + num_embedding) * 4 + loading + RUNTIME_BYTES
 
 
 def open_backend(

@@ -11,7 +11,7 @@ from edge_runtime.kernels import ops, pack
 from edge_runtime.kernels.layout import padded
 from edge_runtime.model.load import head_norm_names
 from edge_runtime.model.rope import rope_tables
-from edge_runtime.model.transformer import linear_shapes
+from edge_runtime.plan.footprint import linear_shapes
 
 F = np.float32
 

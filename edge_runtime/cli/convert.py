@@ -206,12 +206,10 @@ def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
 
 def _announce(source: Source, path: Path, out: Path, options: ConvertOptions) -> None:
     from edge_runtime.convert import resources
-    from edge_runtime.convert.quantize import group_size_for
-    from edge_runtime.model.transformer import linear_shapes
+    from edge_runtime.plan.footprint import usual_group_size
 
     spec = source.spec
-    sizes = [k for _, k in linear_shapes(spec).values()]
-    G = options.group_size or group_size_for(sizes)
+    G = options.group_size or usual_group_size(spec)
     kind = "none" if options.rotate == "none" else "orthogonal"  # the larger of the rotations
     disk = resources.checkpoint_bytes(spec, G, kind)
     memory = resources.conversion_bytes(spec, options.calibration_tokens)

@@ -35,7 +35,6 @@ from edge_runtime.convert.calibrate import (
 from edge_runtime.convert.hadamard import random_rotation
 from edge_runtime.convert.nest import Nested, Recipe, nest_matrix
 from edge_runtime.convert.original import head_matrix, r2_seed
-from edge_runtime.convert.quantize import group_size_for
 from edge_runtime.convert.rotate import FusedLayer, fuse_layer
 from edge_runtime.convert.source import Source, layer_tensors
 from edge_runtime.errors import UsageError
@@ -43,7 +42,8 @@ from edge_runtime.format import manifest as fmt
 from edge_runtime.format.writer import CheckpointWriter, digest
 from edge_runtime.kernels.layout import GROUP_SIZES
 from edge_runtime.model.load import rotate_rows
-from edge_runtime.model.transformer import geometry, layer_program, linear_shapes
+from edge_runtime.model.transformer import geometry, layer_program
+from edge_runtime.plan.footprint import usual_group_size
 from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
 
@@ -80,8 +80,7 @@ class Conversion:
         spec = source.spec
         self.source, self.spec, self.options, self._progress = source, spec, options, progress
         fmt.check_spec(spec, str(source.provenance.get("name", "source")))
-        sizes = [k for _, k in linear_shapes(spec).values()]
-        G = options.group_size or group_size_for(sizes)
+        G = options.group_size or usual_group_size(spec)
         if G not in GROUP_SIZES:
             raise UsageError(f"group size: expected one of {GROUP_SIZES}, got {G}")
         power_of_two = spec.head_dim & (spec.head_dim - 1) == 0

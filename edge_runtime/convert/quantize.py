@@ -16,7 +16,7 @@ It does not search for clipping scales (harmful to the target) and does not reor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,6 @@ import torch
 
 from edge_runtime.convert.gptq import HessianFactor, reciprocal, solve_columns
 from edge_runtime.errors import CheckpointError
-from edge_runtime.kernels.layout import GROUP_SIZES
 
 MULT_MAX = 32767
 # Sweeps of coordinate descent after the greedy pass. The refinement gains a point of target
@@ -54,12 +53,6 @@ class PlainCodes(NamedTuple):
     codes: torch.Tensor
     mult: torch.Tensor
     row_scale: torch.Tensor
-
-
-def group_size_for(sizes: Iterable[int]) -> int:
-    """Return the largest of 128, 64, 32 that divides every size; 32 (and zero padding) if none."""
-    known = tuple(sizes)
-    return next((G for G in GROUP_SIZES if all(K % G == 0 for K in known)), GROUP_SIZES[-1])
 
 
 def fit_scales(W: torch.Tensor, G: int, *, name: str = "") -> Scales:

@@ -14,7 +14,7 @@ import psutil
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.manifest import DTYPES, expected_planes
 from edge_runtime.format.spec import ModelSpec
-from edge_runtime.model.transformer import linear_shapes
+from edge_runtime.plan.footprint import linear_shapes
 
 RUNTIME_BYTES = 1000 << 20  # interpreter, torch and its scratch
 

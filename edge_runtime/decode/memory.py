@@ -9,13 +9,10 @@ import resource
 
 import psutil
 
-from edge_runtime import kernels
 from edge_runtime.decode import arguments
 from edge_runtime.errors import BudgetError, UsageError
 from edge_runtime.format.spec import ModelSpec
-from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
-from edge_runtime.model.runner import DEFAULT_CHUNK
-from edge_runtime.model.transformer import activation_bytes
+from edge_runtime.plan.footprint import footprint
 
 
 def fit_context(
@@ -26,7 +23,7 @@ def fit_context(
     reserve_bytes: int,
     *,
     view: str = "nest",
-    group_size: int = 64,
+    group_size: int | None = None,
     threads: int | None = None,
 ) -> int:
     """Resolve --ctx: as asked, or the model's own maximum as far as memory allows.
@@ -35,23 +32,14 @@ def fit_context(
     """
     available = psutil.virtual_memory().available - reserve_bytes
     limit = available if budget_bytes is None else min(available, budget_bytes)
-    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
-    weights, embedding = spec_weights(spec), spec.vocab_size * spec.hidden_size
-    if view == "fp":
-        per_token = kv_plain_per_token_bytes(*shape)
-        fixed = kernels.float_fixed_bytes(weights, embedding)
-    else:
-        per_token = kv_stored_per_token_bytes(*shape) + kernels.attention_per_token_bytes(
-            backend, spec.num_heads, spec.head_dim, threads
-        )
-        fixed = kernels.fixed_bytes(
-            weights,
-            embedding,
-            backend,
-            group_size=group_size,
-            workspace=DEFAULT_CHUNK * activation_bytes(spec),
-        )
-    fits = max(0, (limit - fixed) // per_token)
+    account = footprint(
+        spec,
+        layout="fp" if view == "fp" else "nest",
+        backend=backend,
+        group_size=group_size,
+        threads=threads,
+    )
+    fixed, fits = account.fixed_bytes, account.max_context(limit)
     asked = arguments.context(ctx)
     if asked is None:
         context = min(spec.max_position, fits)
@@ -68,7 +56,8 @@ def fit_context(
     if context > fits or context < 2:
         raise BudgetError(
             f"memory: weights and workspace take about {fixed / 2**20:.0f} MiB and "
-            f"{max(context, 2)} tokens of context {max(context, 2) * per_token / 2**20:.0f} MiB, "
+            f"{max(context, 2)} tokens of context "
+            f"{(account.total_bytes(max(context, 2)) - fixed) / 2**20:.0f} MiB, "
             f"{max(0, limit) / 2**20:.0f} MiB are available"
             + ("" if limit == available else f" within the budget of {limit / 2**20:.0f} MiB"),
             f"the largest context that fits is {fits}"
@@ -76,12 +65,6 @@ def fit_context(
             else "raise --budget, lower --reserve, or use a smaller model",
         )
     return context
-
-
-def spec_weights(spec: ModelSpec) -> int:
-    """Number of weights in all linears."""
-    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
-    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
 
 
 def peak_rss_bytes() -> int:

@@ -16,7 +16,7 @@ from edge_runtime.format.manifest import Manifest
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.ops import LinearWeights, ModelWeights
 from edge_runtime.model.rope import rope_tables
-from edge_runtime.model.transformer import linear_shapes
+from edge_runtime.plan.footprint import linear_shapes
 
 GetPlane = Callable[[str], npt.NDArray[Any]]
 

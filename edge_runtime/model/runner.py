@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from edge_runtime.cache.policy import KV8, KvPolicy
 from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.ops import Backend, Batch, Cache, Logits, Program, View
 from edge_runtime.model.load import rotate_rows
 from edge_runtime.model.transformer import model_program
 
-DEFAULT_CHUNK = 256
+DEFAULT_CHUNK = CHUNK_ROWS
 
 
 class Model:

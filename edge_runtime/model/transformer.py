@@ -11,26 +11,6 @@ from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels import ops
 
 
-def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of every fused linear by name, in execution order, the head last."""
-    H, F = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, int]] = {}
-    for i in range(spec.num_layers):
-        p = f"layers.{i}."
-        shapes[p + "qkv"] = (spec.q_size + 2 * spec.kv_size, H)
-        shapes[p + "o"] = (H, spec.q_size)
-        shapes[p + "gate_up"] = (2 * F, H)
-        shapes[p + "down"] = (H, F)
-    shapes["head"] = (spec.vocab_size, H)
-    return shapes
-
-
-def activation_bytes(spec: ModelSpec) -> int:
-    """Bytes of the registers of one row: fp32 x, y, qkv, q, att, gate_up, and their int8 codes."""
-    H, q, F = spec.hidden_size, spec.q_size, spec.intermediate_size
-    return 4 * (2 * H + 3 * q + 2 * spec.kv_size + 2 * F) + H + q + F
-
-
 def geometry(spec: ModelSpec, num_tokens: int, *, rotate_kv: bool = False) -> ops.Geometry:
     """Return the sizes that a backend needs."""
     return ops.Geometry(

@@ -25,7 +25,7 @@ from edge_runtime.errors import BudgetError, CheckpointError, UsageError
 from edge_runtime.format.manifest import Manifest
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.model.load import rotate_rows
-from edge_runtime.model.transformer import linear_shapes
+from edge_runtime.plan.footprint import linear_shapes
 
 ODD: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 100}
 ODD |= {"num_attention_heads": 6, "num_key_value_heads": 1}

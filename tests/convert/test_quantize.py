@@ -10,6 +10,7 @@ from hessians import G, draft, make_hessian, make_weights, target
 from edge_runtime.convert import quantize as qz
 from edge_runtime.convert.gptq import factor_hessian
 from edge_runtime.errors import CheckpointError
+from edge_runtime.kernels.layout import group_size_for
 
 
 def base_scale(scales: qz.Scales, K: int, group: int = G) -> torch.Tensor:
@@ -35,7 +36,7 @@ def textbook_gptq(
 def test_group_size() -> None:
     cases = {(576, 1536): 64, (896, 4864): 128, (960, 2560): 64, (200, 512): 32, (4096, 14336): 128}
     for sizes, expected in cases.items():
-        assert qz.group_size_for(iter(sizes)) == expected
+        assert group_size_for(iter(sizes)) == expected
 
 
 def test_scales_map_the_extreme_to_minus_eight() -> None:

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import tiny_models
 
-from edge_runtime import kernels
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
 from edge_runtime.decode import engine
-from edge_runtime.decode.memory import fit_context, spec_weights
+from edge_runtime.decode.memory import fit_context
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
 from edge_runtime.kernels.reference.cache import NestedCache, PlainCache
 from edge_runtime.model.transformer import geometry
+from edge_runtime.plan.footprint import footprint
 
 
 def shape(spec: ModelSpec) -> tuple[int, int, int]:
@@ -42,7 +42,8 @@ def test_the_float_model_takes_what_is_planned(
     source = open_source(checkpoints(name).parent / "source")
     spec = source.spec
     table = spec.vocab_size * spec.hidden_size
-    planned = kernels.float_fixed_bytes(spec_weights(spec), table) - kernels.RUNTIME_BYTES
+    account = footprint(spec, layout="fp", backend="reference")
+    planned = account.fixed_bytes - account.fixed["runtime"]
     assert planned - float_model(source, 64).backend.weights_bytes == 2 * table * 4  # loading
 
 
@@ -50,9 +51,8 @@ def test_fp_is_refused_by_its_own_numbers(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Checkpoint(checkpoints("llama")).manifest.spec
-    fixed = kernels.float_fixed_bytes(spec_weights(spec), spec.vocab_size * spec.hidden_size)
-    room = 100 * kv_plain_per_token_bytes(*shape(spec))
-    memory = SimpleNamespace(available=fixed + room)
+    account = footprint(spec, layout="fp", backend="reference")
+    memory = SimpleNamespace(available=account.total_bytes(100))
     monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: memory)
     assert fit_context(spec, "auto", "reference", None, 0, view="fp") == 100
     assert fit_context(spec, 100, "reference", None, 0, view="fp") == 100

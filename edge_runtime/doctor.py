@@ -16,23 +16,29 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from edge_runtime import __version__, paths
+from edge_runtime.board_checks import findings
 from edge_runtime.format.manifest import MANIFEST
 from edge_runtime.kernels import INSTALL_TORCH
+from edge_runtime.machine import read
+from edge_runtime.profiles import Board, detect
+from edge_runtime.profiles.detect import l4t_release, why_no_jetson
 
 INSTALL_GGUF = "pip install gguf"
 INSTALL_TORCH_JETSON = "install NVIDIA's torch for this JetPack first, see jetson/README.md"
-JETPACK_OF_L4T = {35: 5, 36: 6, 38: 7}
+JETPACK_OF_L4T = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}
 GIB = 2**30
 
 Section = dict[str, Any]
 
 
 def examine(root: Path = Path("/")) -> Section:
-    """Probe everything; `root` is where /proc and /etc are looked for."""
+    """Probe everything; `root` is where /proc, /sys and /etc are looked for."""
     jetson = jetson_board(root)
+    board = detect(root)
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -44,19 +50,20 @@ def examine(root: Path = Path("/")) -> Section:
         "gguf": package("gguf", INSTALL_GGUF),
         "backends": backends(),
         "cache": cache(),
+        "device": _plain(board),
+        "findings": [_plain(one) for one in findings(board, root)],
     }
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_bytes().decode("utf-8", "replace").strip("\0 \t\r\n")
-    except OSError:
-        return None
+def _plain(value: msgspec.Struct) -> Section:
+    """Return a struct as JSON data: lists, no tuples."""
+    plain: Section = msgspec.json.decode(msgspec.json.encode(value))
+    return plain
 
 
 def cpu(root: Path = Path("/")) -> Section:
     """Name the CPU, its cores, and those that this process may use."""
-    info = _read(root / "proc/cpuinfo") or ""
+    info = read(root / "proc/cpuinfo") or ""
     # x86 gives a name; Arm only gives numbers, and some kernels a "Model" of the whole board
     match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", info, re.MULTILINE)
     part = re.search(r"^CPU part\s*:\s*(\S+)$", info, re.MULTILINE)
@@ -81,25 +88,19 @@ def memory() -> Section:
 
 def jetson_board(root: Path = Path("/")) -> Section:
     """Recognise a Jetson by its device tree and its Linux for Tegra release file."""
-    model = _read(root / "proc/device-tree/model")
-    release = _read(root / "etc/nv_tegra_release")
+    model = read(root / "proc/device-tree/model")
+    release = read(root / "etc/nv_tegra_release")
     found: Section = {"board": None, "l4t": None, "jetpack": None, "reason": None}
-    if model is None and release is None:
-        found["reason"] = "no /proc/device-tree/model and no /etc/nv_tegra_release"
-        return found
-    is_board = model is not None and re.search(r"jetson|orin|xavier|thor|tegra", model, re.I)
-    if not is_board and release is None:
-        found["reason"] = f"the device tree says {model!r}"
-        return found
+    if reason := why_no_jetson(root, model, release):
+        return found | {"reason": reason}
     found["board"] = model if model is not None else "unknown Jetson"
-    match = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", release or "")
-    if match:
-        found["l4t"] = f"{match.group(1)}.{match.group(2)}"
-        found["jetpack"] = JETPACK_OF_L4T.get(int(match.group(1)))
-        if found["jetpack"] is None:
-            found["reason"] = f"L4T R{match.group(1)} is not one this version knows"
-    else:
-        found["reason"] = "/etc/nv_tegra_release is missing or not understood"
+    found["l4t"] = l4t_release(release)
+    if found["l4t"] is None:
+        return found | {"reason": "/etc/nv_tegra_release is missing or not understood"}
+    major = int(found["l4t"].partition(".")[0])
+    found["jetpack"] = JETPACK_OF_L4T.get(major)
+    if found["jetpack"] is None:
+        found["reason"] = f"L4T R{major} is not one this version knows"
     return found
 
 
@@ -182,13 +183,14 @@ def describe(document: Section) -> list[str]:
         f"+ memory        {ram['available_bytes'] / GIB:.1f} GiB available of "
         f"{ram['total_bytes'] / GIB:.1f}, swap {ram['swap_total_bytes'] / GIB:.1f}",
         _jetson_line(document["jetson"]),
+        *_board_lines(msgspec.convert(document["device"], Board)),
         *_torch_lines(document["torch"]),
         _line("gguf", document["gguf"]["version"], document["gguf"]["reason"]),
     ]
     for backend in document["backends"]:
         mark = "+" if backend["available"] else "-"
         lines.append(f"{mark} backend {backend['name']:<10} {backend['reason']}")
-    return lines + _cache_lines(document["cache"])
+    return lines + _cache_lines(document["cache"]) + _finding_lines(document["findings"])
 
 
 def _line(name: str, value: str | None, reason: str | None) -> str:
@@ -201,6 +203,34 @@ def _jetson_line(found: Section) -> str:
     release = f"L4T {found['l4t'] or 'unknown'}, JetPack {found['jetpack'] or 'unknown'}"
     note = f" ({found['reason']})" if found["reason"] else ""
     return _line("jetson", f"{found['board']}, {release}{note}", None)
+
+
+def _board_lines(board: Board) -> list[str]:
+    if not board.is_jetson:
+        return []
+    now, most = board.gpu.now_mhz, board.gpu.max_mhz
+    hottest = max((board.temperatures_c or {}).items(), key=lambda one: one[1], default=None)
+    state = [
+        f"power mode {board.mode}" if board.mode else "power mode unknown",
+        f"GPU {now:.0f} of {most:.0f} MHz" if now and most else "GPU clock unknown",
+        f"memory cap {board.emc.max_mhz:.0f} MHz" if board.emc.max_mhz else "",
+        f"{board.cpu_cores} CPU cores on" if board.cpu_cores else "",
+        f"{hottest[0]} {hottest[1]:.0f} C" if hottest else "",
+    ]
+    known = f"{board.profile} ({board.reason})" if board.profile else None
+    return [
+        _line("profile", known, board.reason),
+        _line("state", ", ".join(part for part in state if part), None),
+    ]
+
+
+def _finding_lines(found: list[Section]) -> list[str]:
+    lines = ["", "to fix, first things first:"] if found else []
+    for number, one in enumerate(found, start=1):
+        lines.append(f"{number:2}. {one['what']}")
+        lines.append(f"    why  {one['why']}")
+        lines.append(f"    do   {one['fix']}")
+    return lines
 
 
 def _torch_lines(found: Section) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from edge_runtime.machine import meminfo_bytes, read
 from edge_runtime.profiles import load
 
 JETSON = re.compile(r"jetson|orin|xavier|thor|tegra", re.IGNORECASE)
@@ -75,7 +76,7 @@ def detect(root: Path = Path("/")) -> Board:
     if reason := why_no_jetson(root, model, release):
         return Board(profile="cpu", reason=f"not a Jetson: {reason}")
     compatible = read(root / "proc/device-tree/compatible") or ""
-    total = _memory_total(root)
+    total = meminfo_bytes("MemTotal", root)
     modes = _modes(root)
     part, profile, reason = _profile(model or "", compatible, total, modes)
     mode, mode_id = _mode(root, modes)
@@ -97,14 +98,6 @@ def detect(root: Path = Path("/")) -> Board:
         throttling=_throttling(root),
         over_current=_over_current(root),
     )
-
-
-def read(path: Path) -> str | None:
-    """Return a small file's text without blanks and zero bytes around it; None: unreadable."""
-    try:
-        return path.read_bytes().decode("utf-8", "replace").strip("\0 \t\r\n")
-    except (OSError, ValueError):
-        return None
 
 
 def read_number(path: Path) -> int | None:
@@ -177,11 +170,6 @@ def _by_memory(family: str, model: str, total: int, fast: bool) -> str | None:
         if label and LEAST_SHARE < total / (int(label.group(1)) << 30) <= 1:
             fitting.append((name.endswith("-super") == fast, ("devkit" in name) == kit, name))
     return max(fitting)[2] if fitting else None
-
-
-def _memory_total(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", read(root / "proc/meminfo") or "", re.MULTILINE)
-    return int(match.group(1)) << 10 if match else None
 
 
 def _modes(root: Path) -> dict[str, int] | None:

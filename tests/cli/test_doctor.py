@@ -89,6 +89,8 @@ def test_the_document_is_json_and_has_its_sections(board: Path, empty_cache: Pat
         "gguf",
         "backends",
         "cache",
+        "device",
+        "findings",
     ]
     assert document["memory"]["available_bytes"] <= document["memory"]["total_bytes"]
     assert {b["name"] for b in document["backends"]} >= {"reference", "cpu", "cuda"}

@@ -179,12 +179,23 @@ def _refuse_original(path: Path) -> None:
     raise CheckpointError(f"{path}: expected the folder of a converted model, got {kind}", hint)
 
 
+def known_checkpoint(key: str) -> Path | None:
+    """Return the converted folder of a known name where there is one."""
+    out = _checkpoint_folder(key)
+    return out if (out / "manifest.json").is_file() else None
+
+
+def _checkpoint_folder(key: str) -> Path:
+    name = key.removeprefix("hf:").replace("/", "--")
+    return paths.cache_dir() / "checkpoints" / f"{name}-v{CONVERTER}"
+
+
 def _cached_checkpoint(key: str) -> Path:
     """Fetch and convert a known model, unless that was done before."""
-    folder = paths.cache_dir() / "checkpoints"
-    out = folder / f"{key.removeprefix('hf:').replace('/', '--')}-v{CONVERTER}"
-    if (out / "manifest.json").is_file():
-        return out
+    if (made := known_checkpoint(key)) is not None:
+        return made
+    out = _checkpoint_folder(key)
+    folder = out.parent
     from edge_runtime.cli.convert import convert_model, report_lines, require_torch
 
     require_torch("converting a model on first use")

@@ -6,12 +6,16 @@ and names it. A key that changes the mathematics can therefore never be dropped 
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from edge_runtime.convert.source import describe_file
 from edge_runtime.errors import CheckpointError, UnsupportedModel
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import ARCHITECTURES, ROPE_KINDS, ModelSpec, RopeSpec
 
 Config = dict[str, Any]
@@ -58,6 +62,20 @@ _ROPE_KEYS = _words(
     high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate
     partial_rotary_factor finetuned"""
 )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object. Raises CheckpointError saying what the file is instead."""
+    refuse_pointer(path)
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path.name} is not JSON ({error}): got {describe_file(path)}", "download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def model_spec(config: Config) -> ModelSpec:

@@ -7,7 +7,6 @@ that a conversion of an hour does not fail on its last tensor for a reason known
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ import msgspec
 import safetensors
 import torch
 
-from edge_runtime.convert.hf_config import model_spec
+from edge_runtime.convert.hf_config import model_spec, read_json
 from edge_runtime.convert.hf_text import read_text_assets
 from edge_runtime.convert.safetensors_files import ELEMENT_BYTES, TensorInfo, find_tensors
 from edge_runtime.convert.source import (
     check_finite,
-    describe_file,
     refuse_impossible_depth,
     tensor_shapes,
 )
 from edge_runtime.errors import CheckpointError, UnsupportedModel
-from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import ModelSpec
 
 _LAYER_PARTS = {
@@ -168,20 +165,6 @@ class HfSource:
         for name in sorted(self._infos):
             digest.update(f"\n{name} {self._infos[name]}".encode())
         return digest.hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object. Raises CheckpointError saying what the file is instead."""
-    refuse_pointer(path)
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path.name} is not JSON ({error}): got {describe_file(path)}", "download it again"
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _file_name(name: str, base: str) -> str:

@@ -7,11 +7,13 @@ one are refused by name; every size is derived from the spec and compared before
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.spec import ModelSpec, TextSpec
 from edge_runtime.kernels.layout import GROUP_SIZES, padded
 
@@ -19,6 +21,7 @@ FORMAT = "bitnest"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+MAX_MANIFEST_BYTES = 64 << 20
 DTYPES = {"U8": 1, "I8": 1, "I16": 2, "F16": 2, "F32": 4}
 
 
@@ -78,6 +81,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     planes: dict[str, Plane]
     clipped_share: float
     agreement: Agreement | None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, nothing else. Raises CheckpointError."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: expected the folder of a converted model; it {what}")
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: not a converted model: there is no {MANIFEST} in it",
+            f"convert it first: bitnest-edge convert {folder} -o DIR",
+        )
+    return decode_manifest(read_bounded(file, MAX_MANIFEST_BYTES), str(file))
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return a file's bytes. Raises CheckpointError for one that is too large or no real file."""
+    refuse_pointer(path)
+    size = path.stat().st_size
+    if size > limit:
+        raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")
+    return path.read_bytes()
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

@@ -19,10 +19,15 @@ import numpy.typing as npt
 
 from edge_runtime.errors import CheckpointError
 from edge_runtime.format.lfs import refuse_pointer
-from edge_runtime.format.manifest import DTYPES, MANIFEST, RECONVERT, TOKENIZER, decode_manifest
+from edge_runtime.format.manifest import (
+    DTYPES,
+    RECONVERT,
+    TOKENIZER,
+    read_bounded,
+    read_manifest,
+)
 
 NUMPY = {"U8": np.uint8, "I8": np.int8, "I16": np.int16, "F16": np.float16, "F32": np.float32}
-MAX_MANIFEST_BYTES = 64 << 20
 MAX_HEADER_BYTES = 16 << 20
 
 
@@ -32,16 +37,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         """Read and check the manifest. Raises CheckpointError."""
         self.path = path
-        if not path.is_dir():
-            what = "is no folder" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path}: expected the folder of a converted model; it {what}")
-        file = path / MANIFEST
-        if not file.is_file():
-            raise CheckpointError(
-                f"{path}: not a converted model: there is no {MANIFEST} in it",
-                f"convert it first: bitnest-edge convert {path} -o DIR",
-            )
-        self.manifest = decode_manifest(_read_bounded(file, MAX_MANIFEST_BYTES), str(file))
+        self.manifest = read_manifest(path)
         self._files: dict[str, _PlaneFile] = {}
         self._verified: set[str] = set()
 
@@ -65,7 +61,7 @@ class Checkpoint:
         file = self.path / TOKENIZER
         if not file.is_file():
             raise CheckpointError(f"{self.path}: {TOKENIZER} is missing", RECONVERT)
-        data = _read_bounded(file, 256 << 20)
+        data = read_bounded(file, 256 << 20)
         if hashlib.sha256(data).hexdigest() != self.manifest.tokenizer_sha256:
             raise CheckpointError(f"{file}: damaged (its checksum differs)", RECONVERT)
         return data.decode("utf-8")
@@ -144,11 +140,3 @@ class _PlaneFile:
             )
         begin = self._start + offsets[0]
         return memoryview(self._map)[begin : begin + want]
-
-
-def _read_bounded(path: Path, limit: int) -> bytes:
-    refuse_pointer(path)
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")
-    return path.read_bytes()

@@ -1,0 +1,243 @@
+"""What fits a device, how long a context, how fast, and what would fit if it does not.
+
+Invariant: a plan loads nothing and starts nothing. What a device's profile does not know is None
+and said so; what is assumed is listed in `assumes`. `fits` says whether the account, the reserve
+included, is within `budget_bytes`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from edge_runtime.errors import UsageError, cut
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.plan import cost, footprint, predict, published
+from edge_runtime.plan.footprint import LAYOUTS, Footprint
+from edge_runtime.plan.predict import Prediction, Speed
+from edge_runtime.profiles import DeviceProfile, Mode
+
+SHORT_POSITION = 2048  # where speed is told besides the end of the context
+LEAST_CONTEXT = 2
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that is planned for. acceptance: of its own draft, where that was measured."""
+
+    name: str
+    spec: ModelSpec
+    group_size: int | None = None
+    acceptance: float | None = None
+    acceptance_source: str = ""
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that there is. budget_bytes: for this program, what it leaves free included."""
+
+    budget_bytes: int
+    reserve_bytes: int  # of the budget, left to others
+    parts: dict[str, int]  # how the budget came about
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """Something near that would fit. kind: context, headless, reserve, model or device."""
+
+    kind: str
+    value: str | int
+    text: str
+
+
+class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of holding the model, at the planned context."""
+
+    total_bytes: int
+    max_context: int
+    fits: bool
+    bytes: dict[str, int]
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """A published maximum context, and the memory besides our account that it would imply."""
+
+    context: int
+    account_bytes: int
+    extra_bytes: int  # of the budget, what the account at that context leaves
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. `bytes` is the account of the nest at `context` and sums to `total_bytes`."""
+
+    model: str
+    device: str
+    device_title: str
+    mode: str | None
+    backend: str
+    group_size: int
+    model_max_context: int
+    context: int
+    context_asked: int | None
+    pool: dict[str, int]
+    budget_bytes: int
+    fits: bool
+    total_bytes: int
+    bytes: dict[str, int]
+    max_context: dict[str, int]
+    layouts: dict[str, LayoutPlan]
+    kv_stored_per_token: int
+    kv_read_per_token: dict[str, int]
+    predicted: Prediction
+    speeds: tuple[Speed, ...]
+    published: dict[str, Published] | None
+    published_source: str | None
+    assumes: tuple[str, ...]
+    would_fit: tuple[Alternative, ...] = ()
+
+
+def board_pool(
+    device: DeviceProfile,
+    *,
+    desktop: bool = False,
+    available_bytes: int | None = None,
+    budget_bytes: int | None = None,
+    reserve_bytes: int = 0,
+) -> Pool:
+    """Return the memory of a device: what its profile leaves, or what was measured as available.
+
+    As in the engine, a budget is a limit of its own: a reserve is taken from it only as far as the
+    device has no memory outside of it. Raises UsageError where no memory is known.
+    """
+    parts: dict[str, int] = {}
+    if available_bytes is not None:
+        parts["available"] = available_bytes
+    elif device.memory_total_bytes is not None:
+        parts["memory_total"] = device.memory_total_bytes
+        parts["system_used"] = -(device.system_used_bytes or 0)
+        if desktop:
+            parts["desktop"] = -(device.desktop_bytes or 0)
+    elif budget_bytes is None:
+        raise UsageError(
+            f"the memory of {device.title} is not known", "say how much there is: --budget SIZE"
+        )
+    if not parts:
+        assert budget_bytes is not None
+        return Pool(budget_bytes=budget_bytes, reserve_bytes=0, parts={"budget": budget_bytes})
+    there = max(0, sum(parts.values()))
+    if budget_bytes is None or budget_bytes > there - reserve_bytes:
+        return Pool(budget_bytes=there, reserve_bytes=reserve_bytes, parts=parts)
+    return Pool(budget_bytes=budget_bytes, reserve_bytes=0, parts=parts | {"budget": budget_bytes})
+
+
+def longest_context(spec: ModelSpec) -> int:
+    """Return the most positions that the model may be given."""
+    if spec.rope.kind == "dynamic":  # made to go beyond what the model was trained on
+        return int(spec.max_position * spec.rope.factor)
+    return spec.max_position
+
+
+def choose_mode(device: DeviceProfile, name: str | None) -> Mode | None:
+    """Return a mode of a device. Raises UsageError for one that it does not have."""
+    mode = device.mode(name)
+    if name is not None and mode is None:
+        names = ", ".join(m.name for m in device.modes) or "it has none"
+        raise UsageError(f"mode: {cut(name)!r} is no mode of {device.title}", f"its modes: {names}")
+    return mode
+
+
+def accounts(
+    subject: Subject, device: DeviceProfile, pool: Pool, threads: int | None = None
+) -> dict[str, Footprint]:
+    """Return the account of every layout on a device."""
+    backend = "cpu" if device.backend == "cpu" else "cuda"
+    return {
+        layout: footprint.footprint(
+            subject.spec,
+            layout=layout,
+            backend=backend,
+            group_size=subject.group_size,
+            threads=threads,
+            runtime_bytes=device.runtime_bytes,
+            reserve_bytes=pool.reserve_bytes,
+        )
+        for layout in LAYOUTS
+    }
+
+
+def plan(
+    subject: Subject,
+    device: DeviceProfile,
+    pool: Pool,
+    *,
+    mode: str | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """Plan a model on a device. context None: as long as fits.
+
+    mode None: the device's default. Raises UsageError for a mode that it does not have and for a
+    context beyond the model's own.
+    """
+    spec, longest = subject.spec, longest_context(subject.spec)
+    if context is not None and not LEAST_CONTEXT <= context <= longest:
+        raise UsageError(
+            f"context: expected {LEAST_CONTEXT} to {longest} tokens, for which {subject.name} was "
+            f"made, got {context}"
+        )
+    chosen = choose_mode(device, mode)
+    held = accounts(subject, device, pool, threads)
+    most = {name: min(longest, f.max_context(pool.budget_bytes)) for name, f in held.items()}
+    planned = context or max(LEAST_CONTEXT, min(spec.max_position, most["nest"]))
+    layouts = {
+        name: LayoutPlan(
+            total_bytes=f.total_bytes(planned),
+            max_context=most[name],
+            fits=f.total_bytes(planned) <= pool.budget_bytes,
+            bytes=f.lines(planned),
+        )
+        for name, f in held.items()
+    }
+    nest = layouts["nest"]
+    group_size = subject.group_size or footprint.usual_group_size(spec)
+    top = cost.roof(device, chosen)
+    alpha = predict.acceptance(subject.acceptance, subject.acceptance_source)
+    speeds = predict.speeds(
+        top, spec, group_size, sorted({min(SHORT_POSITION, planned), planned}), alpha, most
+    )
+    claims = published.contexts(subject.name, device.name)
+    return Plan(
+        model=subject.name,
+        device=device.name,
+        device_title=device.title,
+        mode=None if chosen is None else chosen.name,
+        backend=device.backend,
+        group_size=group_size,
+        model_max_context=longest,
+        context=planned,
+        context_asked=context,
+        pool=pool.parts,
+        budget_bytes=pool.budget_bytes,
+        fits=nest.fits,
+        total_bytes=nest.total_bytes,
+        bytes=nest.bytes,
+        max_context=most,
+        layouts=layouts,
+        kv_stored_per_token=held["nest"].per_block["kv"] // held["nest"].block,
+        kv_read_per_token={str(k): v for k, v in cost.kv_read_per_token(spec).items()},
+        predicted=predict.prediction(
+            top, spec, group_size, planned, alpha, predict.power(device, chosen)
+        ),
+        speeds=speeds,
+        published=None if claims is None else _compared(claims.contexts, held, pool),
+        published_source=None if claims is None else claims.source,
+        assumes=predict.assumptions(device, chosen, top, alpha),
+    )
+
+
+def _compared(
+    claims: dict[str, int], held: dict[str, Footprint], pool: Pool
+) -> dict[str, Published]:
+    found = {}
+    for layout, context in claims.items():
+        account = held[layout].total_bytes(context)
+        found[layout] = Published(
+            context=context, account_bytes=account, extra_bytes=pool.budget_bytes - account
+        )
+    return found

@@ -31,8 +31,13 @@ def backend_status() -> list[tuple[str, bool, str]]:
             else "torch is not installed",
         ),
         ("cpu", *_cpu_status()),
-        ("cuda", False, "this version has no CUDA kernels yet"),
+        ("cuda", *cuda_status()),
     ]
+
+
+def cuda_status() -> tuple[bool, str]:
+    """Return whether the cuda backend is there, and the reason."""
+    return False, "this version has no CUDA kernels yet"
 
 
 def _cpu_status() -> tuple[bool, str]:

@@ -9,10 +9,11 @@ import resource
 
 import psutil
 
+from edge_runtime import machine
 from edge_runtime.decode import arguments
 from edge_runtime.errors import BudgetError, UsageError
 from edge_runtime.format.spec import ModelSpec
-from edge_runtime.plan.footprint import footprint
+from edge_runtime.plan import footprint
 
 
 def fit_context(
@@ -30,9 +31,12 @@ def fit_context(
 
     Raises BudgetError with the numbers, UsageError for an impossible value.
     """
-    available = psutil.virtual_memory().available - reserve_bytes
+    there = machine.available_bytes()
+    if there is None:
+        there = psutil.virtual_memory().available
+    available = there - footprint.reserve_bytes(reserve_bytes, machine.total_bytes())
     limit = available if budget_bytes is None else min(available, budget_bytes)
-    account = footprint(
+    account = footprint.footprint(
         spec,
         layout="fp" if view == "fp" else "nest",
         backend=backend,

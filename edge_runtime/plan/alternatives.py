@@ -18,7 +18,7 @@ from edge_runtime.plan.planner import (
     Pool,
     Subject,
     accounts,
-    board_pool,
+    device_pool,
     longest_context,
 )
 from edge_runtime.profiles import DeviceProfile
@@ -86,13 +86,15 @@ def _models(
 
 def _devices(subject: Subject, device: DeviceProfile, wanted: int) -> Iterator[Alternative]:
     """The smallest devices that this program computes on and that take it."""
-    known = [profiles.device(name) for name in profiles.device_names()]
+    names = profiles.device_names()
+    plain = [n for n in names if n == n.removesuffix("-super")]
+    known = [profiles.device(name) for name in plain]  # other firmware: the same memory
     fitting = []
     for other in known:
         total = other.memory_total_bytes
         if total is None or other.backend == "none" or other.name == device.name:
             continue
-        most = max_context(subject, other, board_pool(other))
+        most = max_context(subject, other, device_pool(other))
         if most >= wanted:
             fitting.append((total, other.name, most))
     for _, name, most in sorted(fitting)[:AT_MOST]:

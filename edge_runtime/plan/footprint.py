@@ -35,6 +35,8 @@ TORCH_RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what 
 CPU_RUNTIME_BYTES = 34 << 20  # interpreter and libraries (measured: 42 MiB, some used again)
 TOKENIZER_BYTES = 800  # an id of the vocabulary (measured: 43 MiB for 49,152)
 CUDA_RUNTIME_BYTES = 1 << 30  # context, libraries, interpreter: assumed where no profile knows it
+LEAST_RESERVE_BYTES = 64 << 20  # left free where no more is asked for
+LEAST_RESERVE_SHARE = 50  # and never more of a machine than this part by itself
 QUERIES = 32  # query vectors that a thread takes through attention together
 
 
@@ -45,6 +47,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     layout: str
+    weights_bytes: int  # of the fixed bytes
     fixed: dict[str, int]
     per_block: dict[str, int]
     block: int = KV_BLOCK  # tokens
@@ -159,6 +162,7 @@ def footprint(
         per_block["workspace"] = _attention_block_bytes(spec, backend, threads)
     return Footprint(
         layout=layout,
+        weights_bytes=sum(weights.values()),
         fixed=weights
         | {
             "rope": 0,
@@ -170,6 +174,14 @@ def footprint(
         per_block=per_block,
         block=block,
     )
+
+
+def reserve_bytes(asked_bytes: int, total_bytes: int | None) -> int:
+    """Return what is left to others: as asked, but at least a little of a machine's memory."""
+    least = LEAST_RESERVE_BYTES
+    if total_bytes is not None:
+        least = min(least, total_bytes // LEAST_RESERVE_SHARE)
+    return max(asked_bytes, least)
 
 
 def kv_per_token_bytes(spec: ModelSpec, layout: Layout, backend: str) -> int:

@@ -14,6 +14,7 @@ from edge_runtime.format.spec import ModelSpec
 from edge_runtime.plan import cost, footprint, predict, published
 from edge_runtime.plan.footprint import LAYOUTS, Footprint
 from edge_runtime.plan.predict import Prediction, Speed
+from edge_runtime.plan.published import Claims
 from edge_runtime.profiles import DeviceProfile, Mode
 
 SHORT_POSITION = 2048  # where speed is told besides the end of the context
@@ -52,15 +53,23 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     max_context: int
     fits: bool
+    weights_bytes: int  # of the total: matrices, scales, embedding, head
     bytes: dict[str, int]
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """A published maximum context, and the memory besides our account that it would imply."""
+class Implied(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory besides our account that a published maximum context implies."""
 
     context: int
     account_bytes: int
     extra_bytes: int  # of the budget, what the account at that context leaves
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What others published, and what their longest contexts imply."""
+
+    claims: Claims
+    implied: dict[str, Implied]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,24 +95,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_read_per_token: dict[str, int]
     predicted: Prediction
     speeds: tuple[Speed, ...]
-    published: dict[str, Published] | None
-    published_source: str | None
+    published: Published | None
     assumes: tuple[str, ...]
     would_fit: tuple[Alternative, ...] = ()
 
 
-def board_pool(
+def device_pool(
     device: DeviceProfile,
     *,
     desktop: bool = False,
     available_bytes: int | None = None,
+    total_bytes: int | None = None,
     budget_bytes: int | None = None,
     reserve_bytes: int = 0,
 ) -> Pool:
     """Return the memory of a device: what its profile leaves, or what was measured as available.
 
-    As in the engine, a budget is a limit of its own: a reserve is taken from it only as far as the
-    device has no memory outside of it. Raises UsageError where no memory is known.
+    As in the engine, a little stays free whatever is asked for, and a budget is a limit of its
+    own: a reserve is taken from it only as far as the device has no memory outside of it. Raises
+    UsageError where no memory is known.
     """
     parts: dict[str, int] = {}
     if available_bytes is not None:
@@ -120,6 +130,8 @@ def board_pool(
     if not parts:
         assert budget_bytes is not None
         return Pool(budget_bytes=budget_bytes, reserve_bytes=0, parts={"budget": budget_bytes})
+    total = device.memory_total_bytes if total_bytes is None else total_bytes
+    reserve_bytes = footprint.reserve_bytes(reserve_bytes, total)
     there = max(0, sum(parts.values()))
     if budget_bytes is None or budget_bytes > there - reserve_bytes:
         return Pool(budget_bytes=there, reserve_bytes=reserve_bytes, parts=parts)
@@ -190,6 +202,7 @@ def plan(
             total_bytes=f.total_bytes(planned),
             max_context=most[name],
             fits=f.total_bytes(planned) <= pool.budget_bytes,
+            weights_bytes=f.weights_bytes,
             bytes=f.lines(planned),
         )
         for name, f in held.items()
@@ -201,7 +214,6 @@ def plan(
     speeds = predict.speeds(
         top, spec, group_size, sorted({min(SHORT_POSITION, planned), planned}), alpha, most
     )
-    claims = published.contexts(subject.name, device.name)
     return Plan(
         model=subject.name,
         device=device.name,
@@ -222,22 +234,26 @@ def plan(
         kv_stored_per_token=held["nest"].per_block["kv"] // held["nest"].block,
         kv_read_per_token={str(k): v for k, v in cost.kv_read_per_token(spec).items()},
         predicted=predict.prediction(
-            top, spec, group_size, planned, alpha, predict.power(device, chosen)
+            top if nest.fits else None,
+            spec,
+            group_size,
+            planned,
+            alpha,
+            predict.power(device, chosen),
         ),
         speeds=speeds,
-        published=None if claims is None else _compared(claims.contexts, held, pool),
-        published_source=None if claims is None else claims.source,
+        published=_compared(published.claims(subject.name, device.name), held, pool),
         assumes=predict.assumptions(device, chosen, top, alpha),
     )
 
 
-def _compared(
-    claims: dict[str, int], held: dict[str, Footprint], pool: Pool
-) -> dict[str, Published]:
-    found = {}
-    for layout, context in claims.items():
+def _compared(claims: Claims | None, held: dict[str, Footprint], pool: Pool) -> Published | None:
+    if claims is None:
+        return None
+    implied = {}
+    for layout, context in claims.max_context.items():
         account = held[layout].total_bytes(context)
-        found[layout] = Published(
+        implied[layout] = Implied(
             context=context, account_bytes=account, extra_bytes=pool.budget_bytes - account
         )
-    return found
+    return Published(claims=claims, implied=implied)

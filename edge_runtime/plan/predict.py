@@ -53,8 +53,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     decode_tok_s: float | None
     j_per_token: float | None
     decode_roof_tok_s: float | None
-    read_share: float
-    compute_share: float
     prompt_tokens: int
     position: int
     gamma: int | None
@@ -83,27 +81,27 @@ def full(top: Roof) -> Roof:
 
 
 def prediction(
-    top: Roof,
+    top: Roof | None,
     spec: ModelSpec,
     group_size: int,
     context: int,
     alpha: Acceptance,
     measured: Measured | None,
 ) -> Prediction:
-    """Predict the nest where the context is full."""
-    found = cost.speculate(top, spec, group_size, context, alpha.rate)
-    ideal = cost.speculate(full(top), spec, group_size, context, alpha.rate)
+    """Predict the nest where the context is full; top None: it does not fit, so nothing."""
     prompt = min(PROMPT_TOKENS, context)
-    joules = None
+    prefill = found = ideal = joules = None
+    if top is not None:
+        found = cost.speculate(top, spec, group_size, context, alpha.rate)
+        ideal = cost.speculate(full(top), spec, group_size, context, alpha.rate)
+        prefill = cost.prefill_tok_s(top, spec, group_size, "w8", prompt)
     if found is not None and measured is not None:
         joules = measured.decode_mw / 1000 / found.tok_s
     return Prediction(
-        prefill_tok_s=cost.prefill_tok_s(top, spec, group_size, "w8", prompt),
+        prefill_tok_s=prefill,
         decode_tok_s=None if found is None else found.tok_s,
         j_per_token=joules,
         decode_roof_tok_s=None if ideal is None else ideal.tok_s,
-        read_share=top.read_share,
-        compute_share=top.compute_share,
         prompt_tokens=prompt,
         position=context,
         gamma=None if found is None else found.gamma,
@@ -178,7 +176,7 @@ def assumptions(
     if device.backend != "cpu" and device.runtime_bytes is None:
         lines.append(
             "runtime: 1 GiB assumed for the CUDA context, libraries and the interpreter; no figure "
-            "of this board is known"
+            "of this board is known; workspace as on the cpu backend"
         )
     if device.memory_total_bytes is not None and device.system_used_bytes is None:
         lines.append("memory: what the system itself uses is not known and counted as nothing")

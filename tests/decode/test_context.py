@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
 
+from edge_runtime import machine
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
-from edge_runtime.decode import engine
 from edge_runtime.decode.memory import fit_context
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.reader import Checkpoint
@@ -20,7 +19,7 @@ from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
 from edge_runtime.kernels.reference.cache import NestedCache, PlainCache
 from edge_runtime.model.transformer import geometry
-from edge_runtime.plan.footprint import footprint
+from edge_runtime.plan.footprint import footprint, reserve_bytes
 
 
 def shape(spec: ModelSpec) -> tuple[int, int, int]:
@@ -52,8 +51,8 @@ def test_fp_is_refused_by_its_own_numbers(
 ) -> None:
     spec = Checkpoint(checkpoints("llama")).manifest.spec
     account = footprint(spec, layout="fp", backend="reference")
-    memory = SimpleNamespace(available=account.total_bytes(100))
-    monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: memory)
+    free = account.total_bytes(100) + reserve_bytes(0, machine.total_bytes())
+    monkeypatch.setattr(machine, "available_bytes", lambda: free)
     assert fit_context(spec, "auto", "reference", None, 0, view="fp") == 100
     assert fit_context(spec, 100, "reference", None, 0, view="fp") == 100
     with pytest.raises(BudgetError) as caught:

@@ -2,7 +2,8 @@
 
 Invariant: reading never fails; what cannot be read is None, never 0. `available_bytes` is
 MemAvailable, not MemFree: the page cache can be had back. Sources: the kernel's
-Documentation/filesystems/proc.rst, admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst, accounting/psi.rst.
+Documentation: filesystems/proc.rst, admin-guide/cgroup-v1/memory.rst, admin-guide/cgroup-v2.rst,
+accounting/psi.rst.
 """
 
 from __future__ import annotations
@@ -79,3 +80,21 @@ def _reclaimable(folder: Path) -> int:
     stat = read(folder / "memory.stat") or ""
     found = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
     return max(map(int, found), default=0)  # version 1 counts groups below in total_ alone
+
+
+def reset_peak() -> bool:
+    """Let the peak of this process's memory start anew; False where the kernel does not allow it.
+
+    Source: Documentation/filesystems/proc.rst, clear_refs.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes() -> int | None:
+    """Peak resident memory of this process since it began, or since `reset_peak`."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", read(Path("/proc/self/status")) or "", re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None

@@ -8,6 +8,7 @@ context is refused with the numbers before anything runs. The cache always holds
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,6 +39,8 @@ from edge_runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PhaseName = Literal["prefill", "draft", "verify"]
+Phase = tuple[PhaseName, float, float]  # begin and end in seconds, as time.perf_counter counts
 Views = Literal["nest", "w8", "w4", "fp"]
 Messages = Sequence[Mapping[str, Any]]
 DRAFT_SHARE = {"reference": 1.0}  # of a target step's time that a draft takes, until measured
@@ -80,6 +83,7 @@ class Engine:
         self.template = ChatTemplate(
             text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
         )
+        self.phases: list[Phase] | None = None  # a list: noted there as they end
         self._keys: list[Key] = []
         self._closed = False
         model.backend.prepare(model.program(self.target_view))
@@ -281,6 +285,11 @@ class Engine:
     def filled(self, keys: Sequence[Key]) -> None:
         """Note that the next positions of the cache hold these."""
         self._keys.extend(keys)
+
+    def note(self, phase: PhaseName, started: float) -> None:
+        """Note that a phase that began at `started` is over, for who measures energy."""
+        if self.phases is not None:
+            self.phases.append((phase, started, time.perf_counter()))
 
     def ended(self, generation: Generation) -> None:
         """Note that a generation is over."""

@@ -137,13 +137,18 @@ class Generation:
             engine.cache,
             engine.policy,
             self._pick,
-            lambda seconds: engine.governor.times.add("w4", 1, seconds),
+            self._drafted,
         )
         if choice.governed:
             return GovernedDraft(engine.governor, base, ngram)
         if choice.source == "ngram":
             return ngram
         return base if choice.source == "base" else BothDraft(base, ngram)
+
+    def _drafted(self, seconds: float) -> None:
+        """Note one draft step that has just ended."""
+        self._engine.governor.times.add("w4", 1, seconds)
+        self._engine.note("draft", time.perf_counter() - seconds)
 
     # the run
 
@@ -199,6 +204,7 @@ class Generation:
             if done < len(part) or (logits is None and self._why_stopped()):
                 return None
         seconds = time.perf_counter() - started
+        engine.note("prefill", started)
         self.result.prefill_tok_s = (len(prompt) - reused) / seconds
         return logits
 
@@ -222,6 +228,7 @@ class Generation:
         )
         chosen = self._accept(logits, start, draft)
         engine.governor.times.add("w8", len(rows), time.perf_counter() - started)
+        engine.note("verify", started)
         if isinstance(self._source, GovernedDraft):
             self._source.judged(len(chosen) - 1)
             self.result.draft_why = engine.governor.why or engine.draft.why
@@ -265,7 +272,7 @@ class Generation:
         return text, stop is not None
 
     def _why_stopped(self, computed: int | None = None) -> FinishReason | None:
-        """Between passes; computed: tokens in the cache, where the engine does not know them yet."""
+        """Between passes; computed: tokens in the cache that the engine does not know of yet."""
         if self._engine.watch.due():  # what runs is finished, with less
             self._engine.relieve(computed)
         if self._cancelled.is_set():

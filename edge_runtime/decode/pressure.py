@@ -37,9 +37,7 @@ class MemoryWatch:
     def __post_init__(self) -> None:
         """Keep a little free even where no reserve was asked for."""
         total = machine.total_bytes(self.root) or 0
-        self.reserve_bytes = max(
-            self.reserve_bytes, min(LEAST_RESERVE_BYTES, total // TOTAL_SHARE)
-        )
+        self.reserve_bytes = max(self.reserve_bytes, min(LEAST_RESERVE_BYTES, total // TOTAL_SHARE))
 
     def due(self) -> bool:
         """Look if the last look is old; return whether memory is low."""

@@ -1,0 +1,1 @@
+"""Measurements with what makes them comparable: state, spread, memory, energy."""

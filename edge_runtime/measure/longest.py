@@ -1,0 +1,50 @@
+"""The longest context of a model here: planned by the account, proven in child processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from edge_runtime import kernels, machine
+from edge_runtime.decode.memory import fit_context
+from edge_runtime.errors import BudgetError
+from edge_runtime.format.manifest import Manifest
+from edge_runtime.measure import child, prove
+from edge_runtime.measure.child import Outcome
+from edge_runtime.measure.profile import Wishes
+from edge_runtime.measure.worker import Way
+from edge_runtime.plan.footprint import footprint
+
+
+def find(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
+    """Plan the longest context and prove it. Raises BudgetError where nothing fits at all."""
+    spec = manifest.spec
+    name, _ = kernels.choose_backend(
+        wishes.backend, spec.head_dim, spec.num_heads // spec.num_kv_heads
+    )
+    sizes: dict[str, Any] = {"group_size": manifest.group_size, "threads": wishes.threads}
+    budget = wishes.budget_bytes
+    if budget is None:
+        available = machine.available_bytes()
+        if available is None:
+            raise BudgetError("this machine does not say how much memory is free", "give --budget")
+        budget = available - wishes.reserve_bytes
+    planned = fit_context(spec, "auto", name, budget, wishes.reserve_bytes, **sizes)
+    account = footprint(spec, layout="nest", backend=name, **sizes)
+
+    def attempt(context: int, enforced: bool) -> Outcome:
+        tail = min(prove.TAIL, context - 1)
+        job = msgspec.structs.replace(
+            wishes.job([Way(mode="w8")], context - tail),
+            new_tokens=tail,
+            repeats=1,
+            warm_up=False,
+            ctx=context,
+            budget_bytes=budget if enforced else None,
+            reserve_bytes=wishes.reserve_bytes if enforced else 0,
+        )
+        return child.run(job, floor_bytes=wishes.reserve_bytes)
+
+    proof = prove.prove(planned, spec.max_position, budget, account.block_bytes, attempt)
+    return prove.document(proof)

@@ -154,8 +154,8 @@ def desktop(root: Path, profile: DeviceProfile | None) -> Finding | None:
         name = read(process / "comm") or ""
         if DESKTOP.fullmatch(name):
             running.add(name)
-            pages = (read(process / "statm") or "").split()
-            if len(pages) > 2 and pages[1].isdecimal() and pages[2].isdecimal():
+            pages = re.match(r"\d+ (\d{1,12}) (\d{1,12}) ", read(process / "statm") or "")
+            if pages:  # resident, shared
                 freed += (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
     if not running:
         return None
@@ -171,7 +171,9 @@ def desktop(root: Path, profile: DeviceProfile | None) -> Finding | None:
 
 def zram(root: Path) -> Finding | None:
     """Find swap that lies compressed in the same memory."""
-    lines = re.findall(r"^\S*/zram\S*\s+\S+\s+(\d+)\s+(\d+)", read(root / "proc/swaps") or "", re.M)
+    lines = re.findall(
+        r"^\S*/zram\S*\s+\S+\s+(\d{1,15})\s+(\d{1,15})", read(root / "proc/swaps") or "", re.M
+    )
     if not lines:
         return None
     size, used = (sum(int(line[i]) for line in lines) / 1024 for i in (0, 1))

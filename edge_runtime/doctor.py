@@ -21,6 +21,7 @@ import psutil
 
 from edge_runtime import __version__, paths
 from edge_runtime.board_checks import findings
+from edge_runtime.errors import BitnestError
 from edge_runtime.format.manifest import MANIFEST
 from edge_runtime.kernels import INSTALL_TORCH
 from edge_runtime.machine import read
@@ -50,6 +51,7 @@ def examine(root: Path = Path("/")) -> Section:
         "gguf": package("gguf", INSTALL_GGUF),
         "backends": backends(),
         "cache": cache(),
+        "power": power(root),
         "device": _plain(board),
         "findings": [_plain(one) for one in findings(board, root)],
     }
@@ -142,6 +144,20 @@ def backends() -> list[Section]:
     return [{"name": n, "available": ok, "reason": why} for n, ok, why in status]
 
 
+def power(root: Path = Path("/")) -> Section:
+    """Look for a source of power readings; under another root than / only files are one."""
+    found: Section = {"source": None, "rail": None, "scope": None, "reason": None}
+    try:
+        from edge_runtime.power import open_meter
+
+        meter = open_meter("auto" if root == Path("/") else "ina3221", root=root)
+    except BitnestError as error:
+        return found | {"reason": error.message}
+    except (ImportError, OSError) as error:
+        return found | {"reason": f"power readings do not load: {error}"}
+    return found | {"source": meter.source, "rail": meter.rail, "scope": meter.scope}
+
+
 def cache() -> Section:
     """List the cache folder's models and the free disk under it."""
     folder = paths.cache_dir()
@@ -184,6 +200,7 @@ def describe(document: Section) -> list[str]:
         f"{ram['total_bytes'] / GIB:.1f}, swap {ram['swap_total_bytes'] / GIB:.1f}",
         _jetson_line(document["jetson"]),
         *_board_lines(msgspec.convert(document["device"], Board)),
+        _power_line(document["power"]),
         *_torch_lines(document["torch"]),
         _line("gguf", document["gguf"]["version"], document["gguf"]["reason"]),
     ]
@@ -222,6 +239,11 @@ def _board_lines(board: Board) -> list[str]:
         _line("profile", known, board.reason),
         _line("state", ", ".join(part for part in state if part), None),
     ]
+
+
+def _power_line(found: Section) -> str:
+    named = f"{found['source']}, {found['rail']} ({found['scope']})" if found["source"] else None
+    return _line("power", named, found["reason"])
 
 
 def _finding_lines(found: list[Section]) -> list[str]:

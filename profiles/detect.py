@@ -20,7 +20,7 @@ from edge_runtime.profiles import load
 JETSON = re.compile(r"jetson|orin|xavier|thor|tegra", re.IGNORECASE)
 RELEASE = re.compile(r"R(\d+) \(release\), REVISION: ([\d.]+)")
 PART = re.compile(r"p\d{4}-\d{4}(?:-super)?")
-MODE = re.compile(r"^\s*<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>", re.MULTILINE)
+MODE = re.compile(r"^\s*<\s*POWER_MODEL\s+ID=(\d{1,4})\s+NAME=(\S+?)\s*>", re.MULTILINE)
 FAMILIES = (  # what the device tree calls the board -> how its profiles' names begin
     (r"agx orin", "agx-orin-"),
     (r"orin nx", "orin-nx-"),
@@ -101,11 +101,9 @@ def detect(root: Path = Path("/")) -> Board:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the integer that a small file holds; None: unreadable or something else."""
-    try:
-        return int(read(path) or "")
-    except ValueError:
-        return None
+    """Return the integer of 64 bits that a small file holds; None: unreadable or something else."""
+    match = re.fullmatch(r"-?[0-9]{1,19}", read(path) or "")
+    return int(match.group()) if match else None
 
 
 def entries(folder: Path, name: Callable[[str], object] = bool) -> list[Path]:
@@ -179,7 +177,7 @@ def _modes(root: Path) -> dict[str, int] | None:
 
 def _mode(root: Path, modes: dict[str, int] | None) -> tuple[str | None, int | None]:
     """Return the power mode's name and ID: of the state file, else of `nvpmodel -q`."""
-    match = re.search(r"pmode:(\d+)", read(root / "var/lib/nvpmodel/status") or "")
+    match = re.search(r"pmode:(\d{1,4})", read(root / "var/lib/nvpmodel/status") or "")
     if match:
         number = int(match.group(1))
         names = [name for name, one in (modes or {}).items() if one == number]
@@ -198,14 +196,16 @@ def _query() -> tuple[str | None, int | None]:
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None, None
-    match = re.search(r"NV Power Mode:\s*(\S+)(?:\s+(\d+))?", done.stdout)
+    match = re.search(r"NV Power Mode:\s*(\S+)(?:\s+(\d{1,4}))?", done.stdout)
     if not match:
         return None, None
     return match.group(1), int(match.group(2)) if match.group(2) else None
 
 
 def _cores_online(root: Path) -> int | None:
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", read(root / "sys/devices/system/cpu/online") or "")
+    ranges = re.findall(
+        r"(\d{1,4})(?:-(\d{1,4}))?", read(root / "sys/devices/system/cpu/online") or ""
+    )
     return sum(int(last or first) - int(first) + 1 for first, last in ranges) or None
 
 

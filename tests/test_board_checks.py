@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boards
@@ -192,3 +195,31 @@ def test_doctor_elsewhere_shows_neither(tmp_path: Path) -> None:
     text = "\n".join(doctor.describe(document))
     assert "to fix" not in text
     assert "+ profile" not in text
+
+
+def test_the_source_of_power_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def open_meter(source: str, *, root: Path) -> SimpleNamespace:
+        asked.append((source, root))
+        return SimpleNamespace(source="ina3221", rail="VDD_IN", scope="module")
+
+    monkeypatch.setitem(sys.modules, "edge_runtime.power", SimpleNamespace(open_meter=open_meter))
+    found = doctor.power(tmp_path)
+    assert asked == [("ina3221", tmp_path)]  # nothing of this machine stands in for a tree
+    assert found == {"source": "ina3221", "rail": "VDD_IN", "scope": "module", "reason": None}
+    assert doctor._power_line(found) == "+ power         ina3221, VDD_IN (module)"
+
+
+def test_rubbish_in_any_file_is_no_error(tmp_path: Path) -> None:
+    root = boards.make(tmp_path, **boards.NANO, desktop=True, swaps=ZRAM)
+    boards.write(root, ".dockerenv", "")
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    chance = random.Random(0)
+    for _ in range(200):
+        path = chance.choice(files)
+        text = path.read_bytes()
+        digits = bytes(chance.choice(b"0123456789-:, ") for _ in range(chance.choice([3, 5000])))
+        path.write_bytes(chance.choice([text * 2, text[: len(text) // 2], digits, b"", b"\xff\0"]))
+        for one in findings(detect(root), root, 1000):
+            assert all((one.name, one.what, one.why, one.fix))

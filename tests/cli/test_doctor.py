@@ -89,6 +89,7 @@ def test_the_document_is_json_and_has_its_sections(board: Path, empty_cache: Pat
         "gguf",
         "backends",
         "cache",
+        "power",
         "device",
         "findings",
     ]
@@ -116,6 +117,14 @@ def test_torch_that_does_not_load(monkeypatch) -> None:
     found = doctor.torch_install(on_jetson=True)
     assert "does not load: libcudart.so.12" in found["reason"]
     assert any("libcudart" in line for line in doctor._torch_lines(found))
+
+
+def test_power_readings_that_do_not_load(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "edge_runtime.power", None)
+    found = doctor.power()
+    assert found["source"] is None
+    assert "do not load" in found["reason"]
+    assert doctor._power_line(found).startswith("- power")
 
 
 def test_a_missing_package() -> None:

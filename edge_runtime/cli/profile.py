@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MODES = ("fp16", "w8", "w4", "nest")
+CONTEXTS = (512, 2048)
 MAX_ITEMS = 16
 IDLE_S = 3.0  # of quiet, before the first run, for energy net of idle
 
@@ -87,10 +88,8 @@ def _gamma(text: str) -> int | None:
     "--context",
     "contexts",
     type=Parsed("tokens", listed("context", _tokens)),
-    default="512,2048",
-    show_default=True,
     metavar="LIST",
-    help="Tokens of prompt.",
+    help="Tokens of prompt.  [default: 512,2048, as far as the model goes]",
 )
 @click.option(
     "--gamma",
@@ -195,7 +194,10 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
     from edge_runtime.measure.profile import Wishes
 
     longest = manifest.spec.max_position - asked["new_tokens"]
-    for context in asked["contexts"]:
+    contexts = asked["contexts"]
+    if contexts is None:
+        contexts = tuple(c for c in CONTEXTS if c <= longest) or (max(1, longest),)
+    for context in contexts:
         if context > longest:
             raise UsageError(
                 f"--context {context} and {asked['new_tokens']} new tokens: this model was made "
@@ -205,7 +207,7 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
     return Wishes(
         model=str(path.absolute()),
         modes=asked["modes"],
-        contexts=asked["contexts"],
+        contexts=contexts,
         gammas=asked["gammas"],
         new_tokens=asked["new_tokens"],
         repeats=asked["repeats"],

@@ -124,8 +124,7 @@ class Engine:
         reserve_bytes = arguments.whole_number("reserve_bytes", reserve_bytes, 0)
         if not isinstance(path, Checkpoint):
             path = Checkpoint(arguments.folder("path", path))
-        checkpoint, manifest = path, path.manifest
-        spec = manifest.spec
+        manifest, spec = path.manifest, path.manifest.spec
         name, why = kernels.choose_backend(
             arguments.word("backend", backend), spec.head_dim, spec.num_heads // spec.num_kv_heads
         )
@@ -142,8 +141,8 @@ class Engine:
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
         return cls(
-            load_model(checkpoint, name, context, threads),
-            Tokenizer.from_json(checkpoint.tokenizer_json(), manifest.text.eos_ids),
+            load_model(path, name, context, threads),
+            Tokenizer.from_json(path.tokenizer_json(), manifest.text.eos_ids),
             manifest.text,
             view=cast(Views, view),
             context=context,

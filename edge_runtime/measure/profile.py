@@ -166,6 +166,7 @@ def _row(way: Way, context: int, outcome: Outcome, energy: Joules | None) -> dic
         row[f"{name}_range"] = [min(values), max(values)] if values else None
     drafted = sum(r["drafted"] for r in runs)
     cycles = sum(r["cycles"] for r in runs)
+    row["drafted"] = drafted
     row["acceptance"] = sum(r["accepted"] for r in runs) / drafted if drafted else None
     emitted = sum(max(0, r["new_tokens"] - 1) for r in runs)
     row["tokens_per_cycle"] = emitted / cycles if cycles else None

@@ -154,6 +154,8 @@ def _span(low: float, high: float) -> str:
 def _drafted(speed: Speed) -> str:
     if speed.acceptance is None or speed.gamma is None or speed.tokens_per_cycle is None:
         return ""
+    if speed.gamma == 0:
+        return f"   no drafting: with acceptance {speed.acceptance:.2f} it would not pay"
     return (
         f"   draft {speed.gamma}, acceptance {speed.acceptance:.2f}, "
         f"{speed.tokens_per_cycle:.2f} tokens a cycle"

@@ -122,11 +122,11 @@ def scale_bytes(outputs: int, inputs: int, group_size: int) -> int:
 
 
 def activation_bytes(spec: ModelSpec, group_size: int) -> int:
-    """Bytes of the registers of one row: fp32 x, y, qkv, q, att, gate_up, and what is quantised,
-    with a scale a register and a sum a group."""
+    """Bytes of the registers of one row: fp32 x, y, qkv, q, att, gate_up and its product, and what
+    is quantised, one of each width, with a scale a row and a sum a group."""
     H, q, F = spec.hidden_size, spec.q_size, spec.intermediate_size
-    codes = sum(padded(n, group_size) + 4 * -(-n // group_size) + 4 for n in (H, q, F))
-    return 4 * (2 * H + 3 * q + 2 * spec.kv_size + 2 * F) + codes
+    codes = sum(padded(n, group_size) + 4 * -(-n // group_size) + 4 for n in {H, q, F})
+    return 4 * (2 * H + 3 * q + 2 * spec.kv_size + 3 * F) + codes
 
 
 def footprint(

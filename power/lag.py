@@ -97,7 +97,9 @@ class Edge:
         k = self.curve.best()
         height = abs(self.before_mw - float(self.curve.level_mw[k]))
         error = float(np.sqrt(self.curve.rss[k] / self.curve.samples))
-        return height >= _MIN_STEPS * step_mw and error <= max(step_mw, 0.02 * height)
+        settles = _GRID[k] <= MAX_TAIL_S / 2
+        high = height >= _MIN_STEPS * step_mw
+        return bool(settles and high and error <= max(step_mw, 0.02 * height))
 
     def is_instant(self) -> bool:
         """Say whether the step was over before the first sample after it."""

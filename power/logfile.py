@@ -20,6 +20,7 @@ from edge_runtime.power.tegrastats import Record, parse_line, read_lines
 
 DEFAULT_INTERVAL_S = 1.0
 HINT = "expected a log of tegrastats, e.g. of: tegrastats --interval 1000 --logfile FILE"
+_LONGEST_STEP_S = 3600  # beyond it dates are no intervals: lines of several logs, say
 _HOLE_S = 10  # at least this long, and
 _HOLE_STEPS = 10  # this many usual steps
 
@@ -112,17 +113,18 @@ class LogSummary:
         if self._dated == self.lines > 1:
             if set(self._steps) == {0}:
                 return None, "all dates are the same second; say --interval"
-            return self._dated_duration()
-        if 0 < self._dated < self.lines:
+            if (usual := self.usual_step_s()) is not None:
+                return self._dated_duration(usual)
+        if self._dated == self.lines > 1:
+            how = "the dates make no sense"
+        elif 0 < self._dated < self.lines:
             how = f"only {self._dated} of {self.lines} lines have a date"
         else:
             how = "no dates" if self.lines > 1 else "a single line"
         seconds = self.lines * DEFAULT_INTERVAL_S
         return seconds, f"{how}: {self.lines} lines of {DEFAULT_INTERVAL_S:g} s assumed"
 
-    def _dated_duration(self) -> tuple[float, str]:
-        usual = self.usual_step_s()
-        assert usual is not None
+    def _dated_duration(self, usual: float) -> tuple[float, str]:
         limit = max(_HOLE_S, _HOLE_STEPS * usual)
         holes = sum(n for step, n in self._steps.items() if step < 0 or step > limit)
         kept = sum(step * n for step, n in self._steps.items() if 0 <= step <= limit)
@@ -142,7 +144,8 @@ class LogSummary:
         middle = _median(steps)
         limit = max(_HOLE_S, _HOLE_STEPS * middle)
         near = {step: n for step, n in steps.items() if step <= limit} or steps
-        return sum(step * n for step, n in near.items()) / sum(near.values())
+        mean = sum(step * n for step, n in near.items()) / sum(near.values())
+        return mean if 0 < mean <= _LONGEST_STEP_S else None
 
 
 def _median(counts: dict[int, int]) -> int:

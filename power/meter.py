@@ -41,7 +41,11 @@ AUTO = ("ina3221", "tegrastats", "jtop", "nvml")  # files first: they need no ch
 WORDS = "auto, tegrastats, ina3221, jtop, nvml, replay:FILE or none"
 TAIL_S = 1.6  # readings after the last window: what the sensor still holds
 FIRST_SAMPLE_S = 3.0
-UNKNOWN_STEP_MW = 40.0  # 40 uV over 5 mOhm at 5 V: Orin NX and Nano
+# 40 uV over the shunt, times the voltage: 5 mOhm at 5 V on Orin NX and Nano, 2 mOhm on AGX Orin,
+# whose first two rails hang on about 20 V
+USUAL_STEP_MW = 40.0
+STEPS_MW = {"VDD_GPU_SOC": 400.0, "VDD_CPU_CV": 400.0, "VIN_SYS_5V0": 100.0}
+_ENOUGH_VALUES = 5  # different ones, to see the step in them
 _SAME_S = 0.0005  # intervals of a window nearer than this are one
 _MOST_VALUES = 512
 
@@ -236,7 +240,7 @@ class Meter:
         with self._lock:
             count = len(self._times)
             times, mw, energy = (np.array(a) for a in (self._times, self._mw, self._energy))
-            values = [sorted(found) for found in self._values.values()]
+            values = {name: sorted(found) for name, found in self._values.items()}
         if count < 2:
             return None
         busy = [span for window in self._work() for span in window.spans()]
@@ -247,13 +251,14 @@ class Meter:
         return self._curve[1]
 
 
-def _step_mw(values: list[list[int]]) -> float:
+def _step_mw(values: dict[str, list[int]]) -> float:
     """Return the quantisation step of a sum of rails: their steps add like independent errors."""
-    steps = [
-        min((b - a for a, b in itertools.pairwise(found)), default=UNKNOWN_STEP_MW)
-        for found in values
-    ]
-    return float(sum(step**2 for step in steps) ** 0.5)
+    total = 0.0
+    for name, found in values.items():
+        seen = min((b - a for a, b in itertools.pairwise(found)), default=float("inf"))
+        usual = STEPS_MW.get(name, USUAL_STEP_MW)
+        total += (seen if len(found) >= _ENOUGH_VALUES else min(seen, usual)) ** 2
+    return float(total**0.5)
 
 
 def open_meter(source: str = "auto", *, root: Path = Path("/"), interval_s: float = 0.1) -> Meter:

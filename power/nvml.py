@@ -7,6 +7,7 @@ no lag. `CUDA_VISIBLE_DEVICES` says which GPU, else the first; only the GPU coun
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -95,24 +96,25 @@ class NvmlSource(PolledSource):
     def probe(self) -> str:
         """Read once: the energy counter if there is one, else the power."""
         self._open()
-        try:
-            return f"reads the {'energy counter' if self._counts else 'power'} of {self.rail}"
-        finally:
-            self.stop()
+        self.stop()
+        return f"reads the {'energy counter' if self._counts else 'power'} of {self.rail}"
 
     def _open(self) -> None:
         wanted = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
-        nvml = Nvml(self._given)
-        self._handle = nvml.device(wanted)
-        self.rail = f"GPU {wanted} ({nvml.name(self._handle)})"
-        nvml.power_mw(self._handle)
+        self._nvml = nvml = Nvml(self._given)
+        try:
+            self._handle = nvml.device(wanted)
+            self.rail = f"GPU {wanted} ({nvml.name(self._handle)})"
+            nvml.power_mw(self._handle)
+        except PowerUnavailable:
+            self.stop()
+            raise
         try:
             nvml.energy_mj(self._handle)
             self._counts = True
         except PowerUnavailable:
             self._counts = False
         self.lags = not self._counts
-        self._nvml = nvml
 
     def start(self, emit: Emit) -> None:
         """Open the library and poll."""
@@ -124,7 +126,8 @@ class NvmlSource(PolledSource):
         super().stop()
         nvml, self._nvml = self._nvml, None
         if nvml is not None:
-            nvml.close()
+            with contextlib.suppress(PowerUnavailable):
+                nvml.close()
 
     def read(self) -> Sample:
         """Read power, and the energy counter if there is one."""

@@ -70,8 +70,13 @@ class ReplaySource(PolledSource):
         for _ in range(min(max(1, due - self._given), _MOST_SKIPPED)):
             record = next(self._records, None) or self._start_over()
         assert record is not None
+        assert self._rule is not None
+        for _ in range(0 if self._given else _LOOKED_AT):  # begin with a reading
+            if self._rule.total(record.rails) is not None:
+                break
+            record = next(self._records, None) or self._start_over()
         self._given = due
-        total = self._rule.total(record.rails) if self._rule is not None else None
+        total = self._rule.total(record.rails)
         if total is None:
             raise PowerUnavailable(f"this line of {self._path} has no {self.rail}")
         return Sample(time_s=now, total_mw=total, rails=record.rails, record=record)

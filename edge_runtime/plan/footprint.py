@@ -32,8 +32,9 @@ from edge_runtime.kernels.layout import (
 Layout = Literal["nest", "w4", "w8", "fp16", "two_copies", "fp"]
 LAYOUTS: tuple[Layout, ...] = ("fp16", "w8", "two_copies", "nest", "w4")  # that are compared
 TORCH_RUNTIME_BYTES = 500 << 20  # interpreter, torch, tokenizer, scratch, what the allocator keeps
-CPU_RUNTIME_BYTES = 34 << 20  # interpreter and libraries (measured: 42 MiB, some used again)
-TOKENIZER_BYTES = 800  # an id of the vocabulary (measured: 43 MiB for 49,152)
+CPU_RUNTIME_BYTES = 40 << 20  # interpreter and libraries (measured: 42 MiB, some used again)
+TOKENIZER_BYTES = 350  # an id of the vocabulary (measured: 17 MiB for 49,152)
+LOOKUP_BYTES = 600  # a token of context: its id and the n-grams that end in it, as Python objects
 CUDA_RUNTIME_BYTES = 1 << 30  # context, libraries, interpreter: assumed where no profile knows it
 LEAST_RESERVE_BYTES = 64 << 20  # left free where no more is asked for
 LEAST_RESERVE_SHARE = 50  # and never more of a machine than this part by itself
@@ -43,7 +44,8 @@ QUERIES = 32  # query vectors that a thread takes through attention together
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layout on one backend: lines that do not depend on the context, and per block.
 
-    What is of a fixed size and grows as well (workspace) has a part in both.
+    What is of a fixed size and grows as well (workspace, runtime) has a part in both. The embedding
+    is counted whole, though only rows that are used become resident.
     """
 
     layout: str
@@ -157,6 +159,7 @@ def footprint(
     per_block = {
         "rope": block * 4 * spec.head_dim,  # cos and sin, fp32
         "kv": block * kv_per_token_bytes(spec, layout, backend),
+        "runtime": block * LOOKUP_BYTES,
     }
     if backend != "reference":
         per_block["workspace"] = _attention_block_bytes(spec, backend, threads)

@@ -187,32 +187,21 @@ def plan(
     mode None: the device's default. Raises UsageError for a mode that it does not have and for a
     context beyond the model's own.
     """
-    spec, longest = subject.spec, longest_context(subject.spec)
-    if context is not None and not LEAST_CONTEXT <= context <= longest:
-        raise UsageError(
-            f"context: expected {LEAST_CONTEXT} to {longest} tokens, for which {subject.name} was "
-            f"made, got {context}"
-        )
+    spec, longest = subject.spec, _checked_longest(subject, context)
     chosen = choose_mode(device, mode)
     held = accounts(subject, device, pool, threads)
     most = {name: min(longest, f.max_context(pool.budget_bytes)) for name, f in held.items()}
     planned = context or max(LEAST_CONTEXT, min(spec.max_position, most["nest"]))
-    layouts = {
-        name: LayoutPlan(
-            total_bytes=f.total_bytes(planned),
-            max_context=most[name],
-            fits=f.total_bytes(planned) <= pool.budget_bytes,
-            weights_bytes=f.weights_bytes,
-            bytes=f.lines(planned),
-        )
-        for name, f in held.items()
-    }
+    layouts = {name: _layout(f, planned, most[name], pool) for name, f in held.items()}
     nest = layouts["nest"]
     group_size = subject.group_size or footprint.usual_group_size(spec)
     top = cost.roof(device, chosen)
     alpha = predict.acceptance(subject.acceptance, subject.acceptance_source)
     speeds = predict.speeds(
         top, spec, group_size, sorted({min(SHORT_POSITION, planned), planned}), alpha, most
+    )
+    predicted = predict.prediction(
+        top if nest.fits else None, spec, group_size, planned, alpha, predict.power(device, chosen)
     )
     return Plan(
         model=subject.name,
@@ -233,17 +222,32 @@ def plan(
         layouts=layouts,
         kv_stored_per_token=held["nest"].per_block["kv"] // held["nest"].block,
         kv_read_per_token={str(k): v for k, v in cost.kv_read_per_token(spec).items()},
-        predicted=predict.prediction(
-            top if nest.fits else None,
-            spec,
-            group_size,
-            planned,
-            alpha,
-            predict.power(device, chosen),
-        ),
+        predicted=predicted,
         speeds=speeds,
         published=_compared(published.claims(subject.name, device.name), held, pool),
         assumes=predict.assumptions(device, chosen, top, alpha),
+    )
+
+
+def _checked_longest(subject: Subject, context: int | None) -> int:
+    """Return the model's own limit. Raises UsageError for a context that is beyond it."""
+    longest = longest_context(subject.spec)
+    if context is not None and not LEAST_CONTEXT <= context <= longest:
+        raise UsageError(
+            f"context: expected {LEAST_CONTEXT} to {longest} tokens, for which {subject.name} was "
+            f"made, got {context}"
+        )
+    return longest
+
+
+def _layout(account: Footprint, context: int, most: int, pool: Pool) -> LayoutPlan:
+    total = account.total_bytes(context)
+    return LayoutPlan(
+        total_bytes=total,
+        max_context=most,
+        fits=total <= pool.budget_bytes,
+        weights_bytes=account.weights_bytes,
+        bytes=account.lines(context),
     )
 
 

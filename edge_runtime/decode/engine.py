@@ -22,7 +22,7 @@ from edge_runtime.decode import arguments
 from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.governor import Governor, StepTimes
-from edge_runtime.decode.memory import fit_context, peak_rss_bytes
+from edge_runtime.decode.memory import fit_context, peak_rss_bytes, trim_heap
 from edge_runtime.decode.pressure import MemoryWatch
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
@@ -140,9 +140,10 @@ class Engine:
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
+        tokenizer = load_tokenizer(path)
         return cls(
             load_model(path, name, context, threads),
-            Tokenizer.from_json(path.tokenizer_json(), manifest.text.eos_ids),
+            tokenizer,
             manifest.text,
             view=cast(Views, view),
             context=context,
@@ -320,6 +321,15 @@ class Engine:
         if items and isinstance(items[0], (np.ndarray, list, tuple)):
             return items, True
         return [items], True
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Read the tokenizer, before the weights: what reading it took is theirs again then."""
+    text = checkpoint.tokenizer_json()
+    tokenizer = Tokenizer.from_json(text, checkpoint.manifest.text.eos_ids)
+    del text
+    trim_heap()
+    return tokenizer
 
 
 def load_model(checkpoint: Checkpoint, backend: str, context: int, threads: int | None) -> Model:

@@ -34,11 +34,13 @@ class StepTimes:
     def __init__(self, base_share: float) -> None:
         """base_share: of a target step's bytes that a draft step reads, the guess before any."""
         self._base_share = base_share
+        self._verify: dict[int, float] = {}  # seconds by rows, made when asked for
         self._times: dict[tuple[str, int], deque[float]] = {}
 
     def add(self, view: str, rows: int, seconds: float) -> None:
         """Note one step."""
         self._times.setdefault((view, rows), deque(maxlen=KEPT_TIMES)).append(seconds)
+        self._verify.clear()
 
     def known(self, view: str, rows: int) -> bool:
         """Whether such a step was measured."""
@@ -51,24 +53,38 @@ class StepTimes:
         return self._base_share * self.verify(1)
 
     def verify(self, rows: int) -> float:
-        """Seconds of a target step: measured, or on the line through the nearest two that are.
+        """Seconds of a target step: measured, or on a line through what is.
 
         A step is never slower than one of more rows, whatever a few slow measurements say.
         """
-        known: dict[int, float] = {}
+        if rows not in self._verify:
+            self._verify[rows] = self._estimate(rows, self._rising())
+        return self._verify[rows]
+
+    def _rising(self) -> dict[int, float]:
+        """Medians by rows, each at most that of more rows."""
+        found: dict[int, float] = {}
         least = math.inf
-        for r in sorted((r for view, r in self._times if view == "w8"), reverse=True):
-            known[r] = least = min(least, self._median("w8", r))
+        for rows in sorted((r for view, r in self._times if view == "w8"), reverse=True):
+            found[rows] = least = min(least, self._median("w8", rows))
+        return found
+
+    @staticmethod
+    def _estimate(rows: int, known: dict[int, float]) -> float:
         if rows in known:
             return known[rows]
         if not known:
             return 1.0 + ROW_COST * (rows - 1)
+        below = max((r for r in known if r < rows), default=None)
+        above = min((r for r in known if r > rows), default=None)
+        if below is not None and above is not None:
+            share = (rows - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
         first, *others = sorted(known, key=lambda r: (abs(r - rows), r))
-        here = known[first]
-        slope = ROW_COST * here / (1.0 + ROW_COST * (first - 1))
+        slope = ROW_COST * known[first] / (1.0 + ROW_COST * (first - 1))
         if others:
-            slope = (known[others[0]] - here) / (others[0] - first)
-        return max(here + slope * (rows - first), 0.1 * here)
+            slope = (known[others[0]] - known[first]) / (others[0] - first)
+        return max(known[first] + slope * (rows - first), 0.1 * known[first])
 
     def _median(self, view: str, rows: int) -> float:
         return statistics.median(self._times[view, rows])

@@ -20,6 +20,7 @@ from edge_runtime.kernels.cpu.arena import Arena
 from edge_runtime.kernels.cpu.logits import CpuLogits, LogitsBuffer
 from edge_runtime.kernels.layout import ROW_TILE, padded
 
+PAGE_BYTES = 4096
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -108,9 +109,13 @@ class CpuBackend:
             self._keep(weights.cos),
             self._keep(weights.sin),
         )
-        for name, linear in weights.linears.items():
+        # the head, mostly the largest, comes first: its file's pages are gone when the rest is there
+        for name in reversed(list(weights.linears)):
+            linear = weights.linears[name]
             self._linears[name] = (self._add_linear(linear), linear.base.shape[0])
             weights.release()
+        # the table stays in its file: what it takes is there from the start, and counted
+        weights.embedding.view(np.uint8).reshape(-1)[::PAGE_BYTES].max()
         self._batch.stride = padded(max(n for _, n in self._linears.values()), ROW_TILE)
 
     @property

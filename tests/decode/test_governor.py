@@ -114,3 +114,12 @@ def test_a_slow_moment_does_not_make_few_rows_dearer_than_many() -> None:
     assert times.verify(1) == times.verify(2) == 5.8
     assert times.verify(3) == pytest.approx(5.85)
     assert times.verify(4) == 5.9
+
+
+def test_more_rows_never_seem_cheaper_measured_or_not() -> None:
+    times = StepTimes(0.55)
+    for rows, seconds in ((2, 1.0), (3, 2.0), (8, 2.0)):
+        times.add("w8", rows, seconds)
+    found = [times.verify(rows) for rows in range(1, 9)]
+    assert found == sorted(found)
+    assert times.verify(5) == 2.0

@@ -54,7 +54,7 @@ inline Whole whole(const int32_t* x) { return *reinterpret_cast<const Whole*>(x)
 void write_key(const int32_t* q, int half, uint8_t* plane) {
   int8_t bytes[kMaxDim / 2 + 16];
   for (int i = 0; i < half; i += 16) {
-    const Whole both = (whole(q + i) + 8) | ((whole(q + i + half) + 8) << 4);
+    const Whole both = ((whole(q + i) + 8) & 15) | ((whole(q + i + half) + 8) << 4);
     *reinterpret_cast<Bytes*>(bytes + i) = __builtin_convertvector(both, Bytes);
   }
   for (int i = 0; i < half; i += 4) std::memcpy(plane + i / 4 * 64, bytes + i, 4);
@@ -67,7 +67,7 @@ void write_value(const int32_t* q, int Dv, int t, uint8_t* plane) {
   plane += u / 4 * 64;
   for (int d = 0; d < Dv; d += kRows, plane += kBlock * 8) {
     Whole& line = *reinterpret_cast<Whole*>(plane);
-    line = (line & keep) | ((whole(q + d) + 8) << shift);
+    line = (line & keep) | (((whole(q + d) + 8) & 15) << shift);  // NaN reaches no other nibble
   }
 }
 

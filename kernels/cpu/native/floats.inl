@@ -233,12 +233,13 @@ void argmax(const float* x, int n, float* best, int32_t* index, bool* finite) {
     peak = magnitude > peak ? magnitude : peak;
   }
   float top = max_lane(most);
-  float largest = peak_lane((Lanes)peak);
+  uint32_t largest = bits_of(peak_lane((Lanes)peak));
   for (; i < n; i++) {
+    const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
     top = x[i] > top ? x[i] : top;
-    largest = bits_of(x[i]) << 1 > bits_of(largest) << 1 ? float_of(bits_of(x[i]) & INT32_MAX) : largest;
+    largest = magnitude > largest ? magnitude : largest;
   }
-  *finite = bits_of(largest) < 0x7f800000u;
+  *finite = largest < 0x7f800000u;
   int at = 0;
   while (at < n - 1 && x[at] != top) at++;
   *index = at;

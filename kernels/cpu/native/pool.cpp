@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cstdio>
+#include <cstdlib>
 
 namespace edge {
 
@@ -18,12 +20,12 @@ constexpr int kSpinsBetween = 20000;  // steps: some 200 us, longer than the hos
 constexpr std::chrono::microseconds kStall{400};
 constexpr int kStallChunks = 4;
 
-// The ticket: step in 16 bits, op in 12, chunks taken from the end in 18, from the start in 18. Op kEnd:
-// nothing is left of the step.
+// The ticket: step in 16 bits, op in 12, chunks taken from the end in 18, from the start in 18.
+// Op kEnd: nothing is left of the step.
 constexpr int kBackShift = 18, kOpShift = 36, kOpBits = 12, kStepShift = kOpShift + kOpBits;
 constexpr uint64_t kCountMask = 0x3ffff, kEnd = 0xfff, kStepMask = 0xffff;
 
-// What a waiting thread fetches at a time, and in all of a plane.
+// What a waiting thread fetches of each plane at a time, and its side in all.
 constexpr int64_t kPieceBytes = 512, kAheadBytes = 256 << 10;
 
 constexpr std::memory_order kRelaxed = std::memory_order_relaxed;
@@ -31,6 +33,11 @@ constexpr std::memory_order kRelaxed = std::memory_order_relaxed;
 uint64_t ticket_of(uint64_t step, uint64_t op) { return step << kStepShift | op << kOpShift; }
 uint64_t step_of(uint64_t ticket) { return ticket >> kStepShift; }
 uint64_t op_of(uint64_t ticket) { return ticket >> kOpShift & kEnd; }
+
+[[noreturn]] void fail(const char* what, int count) {
+  std::fprintf(stderr, "bitnest-edge: %d %s are more than a step can count\n", count, what);
+  std::abort();
+}
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -85,6 +92,7 @@ void Pool::wake() {
 }
 
 void Pool::run(Steps& steps, const Stage* stages, int ops) {
+  if (uint64_t(ops) >= kEnd) fail("ops", ops);
   if (ops > capacity_) {
     if (stages_) retired_.push_back(std::move(stages_));
     stages_ = std::make_unique<Shared[]>(size_t(ops));
@@ -93,6 +101,7 @@ void Pool::run(Steps& steps, const Stage* stages, int ops) {
   }
   for (int i = 0; i < ops; i++) {
     Shared& shared = stages_[size_t(i)];
+    if (uint64_t(stages[i].chunks) > kCountMask) fail("chunks", stages[i].chunks);
     shared.chunks.store(stages[i].chunks, kRelaxed);
     shared.next.store(stages[i].next, kRelaxed);
     shared.planes[0].store(stages[i].first_plane, kRelaxed);

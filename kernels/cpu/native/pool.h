@@ -5,11 +5,11 @@
 // delays nothing. The caller's thread takes part. Waiting spins for some microseconds and then
 // sleeps (futex).
 //
-// How: one word, the ticket, says which chunks are left: (step, op, taken from the end, taken from the
-// start). A thread takes a chunk by counting it up, which fails if the ticket moved on meanwhile; so a
-// straggler of an old step gets nothing. Whoever finishes the last chunk of an op moves the ticket to
-// the next, after doing ops of one chunk itself. Every second thread takes from the end, so that the same thread meets the same rows in the
-// next op, and finds them in its cache.
+// How: one word, the ticket, says which chunks are left: (step, op, taken from the end, taken from
+// the start). A thread takes a chunk by counting it up, which fails if the ticket moved on
+// meanwhile; so a straggler of an old step gets nothing. Whoever finishes the last chunk of an op
+// moves the ticket to the next, after doing ops of one chunk itself. Every second thread takes from
+// the end, so that the same thread meets the same rows in the next op and finds them in its cache.
 //
 // A thread that loses its core while it holds a chunk does delay the rest, by a slice of the
 // scheduler each time. After such a stall the caller works alone for 2, 4, … 256 steps: on a machine

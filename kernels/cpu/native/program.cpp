@@ -11,6 +11,7 @@ constexpr int64_t kChunkBytes = 64 << 10;  // of weights; smaller pieces gain no
 constexpr int kRowsAChunk = 8;             // for ops that go row by row: whole interleaved blocks
 constexpr int kAttentionRows = 4;          // of a long pass
 constexpr int kBlocksAChunk = 4;           // of the cache, where attention splits it
+constexpr int kBlocksCombined = 16;        // by one thread for all rows
 
 int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
@@ -58,11 +59,10 @@ void Program::grow(int rows, int blocks) {
     buffer.reserve(size_t(size));  // exactly
     buffer.resize(size_t(size));
   };
-  int64_t own = 0;
+  int64_t own = 0;  // attention of many rows keeps its blocks in a thread's own
   for (size_t i = 0; i < registers_.size(); i++) {
     const Register& r = registers_[i];
     Buffer& buffer = model_.buffers[i];
-    own = std::max<int64_t>(own, r.width);
     if (!r.quantised) {
       at_least(buffer.x, int64_t(rows) * r.width);
       continue;
@@ -76,7 +76,7 @@ void Program::grow(int rows, int blocks) {
   if (rows <= kFewRows)
     at_least(model_.partial, one * rows * g.num_heads);
   else
-    own = std::max(own, one * kMaxQuery);
+    own = one * kMaxQuery;
   for (auto& s : model_.scratch) at_least(s, own);
 }
 
@@ -118,7 +118,8 @@ int Program::chunks_of(const Op& op) const {
       const int ranges = M <= kFewRows ? ceil_div(blocks_, kBlocksAChunk) : 1;
       return g.num_kv_heads * ceil_div(M, attention_rows()) * ranges;
     }
-    case kCombine: return M <= kFewRows ? 1 : 0;
+    case kCombine:  // one chunk costs no hand-over, as long as there is little to do
+      return M > kFewRows ? 0 : blocks_ > kBlocksCombined ? M : 1;
     case kSelectRows: return 1;
     default:  // what follows SelectRows has its rows
       return ceil_div(op.a >= 0 && op.a == head_rows_ ? batch_.num_logits : M, kRowsAChunk);
@@ -131,7 +132,7 @@ void Program::run(const Batch& batch, Cache& cache) {
   int64_t last = 0;
   for (int i = 0; i < batch.M; i++) last = std::max(last, batch.positions[i]);
   blocks_ = int(last / kBlock) + 1;
-  grow(batch.M, blocks_);
+  grow(batch.M, int(cache.bytes / cache.block_stride));
   head_rows_ = -1;
   for (size_t i = 0; i < ops_.size(); i++) {
     if (ops_[i].kind == kSelectRows) head_rows_ = ops_[i].out;
@@ -158,7 +159,7 @@ void Program::chunk(int number, int index, int thread) {
     case kRopeKv: return rope(op, index);
     case kAttention: return attention(op, index, thread);
     case kCombine:
-      for (int r = 0; r < batch_.M; r++) combine(op, r);
+      for (int r = index; r < batch_.M; r += chunks) combine(op, r);
       return;
     case kSelectRows: return select(op);
     default: return quantise(op, index);

@@ -21,8 +21,8 @@ enum OpKind : int32_t {
   kHead,
 };
 
-// Mirrors library.Op. a, out, residual, gate_up: numbers of registers; -1: none. A linear with gate_up
-// leaves its outputs there, and silu(first half) * second half in out.
+// Mirrors library.Op. a, out, residual, gate_up: numbers of registers; -1: none. A linear with
+// gate_up leaves its outputs there, and silu(first half) * second half in out.
 struct Op {
   int32_t kind, a, out, residual, gate_up, weight, layer, w8;
   float eps;

@@ -260,6 +260,30 @@ void not_a_number(const edge::Isa& isa, Kind kind, Random& random, Report& repor
 
 }  // namespace
 
+// NaN in one token's key and value changes no nibble of another token.
+void rope_not_a_number(const edge::Isa& isa, int D, Random& random, Report& report) {
+  const edge::Geometry g = geometry(1, 1, D, false);
+  const Input<float> qkv(Floats(size_t(3 * D), NAN)), ones(Floats(size_t(kBlock * D / 2), 1.0f));
+  const Cache cache(D, 1, 1, random);
+  for (int position : {0, 4, 33, 63}) {
+    Output<uint8_t> got(cache.bytes.size());
+    std::memcpy(got.data(), cache.bytes.data(), cache.bytes.size());
+    isa.write_kv(g, qkv.data(), ones.data(), ones.data(), nullptr, 1e-6f, 0, position,
+                 {got.data(), cache.block_stride(), cache.Dk, cache.Dv});
+    bool others = got.intact();
+    for (Kind kind : {kKey, kValue})
+      for (int plane : {0, 1})
+        for (int t = 0; t < kBlock; t++)
+          for (int d = 0; t != position && d < D; d++) {
+            const scalar::Place at = cache.nibble(0, kind, plane, t, d);
+            const int before = cache.bytes[size_t(at.byte)], after = got[size_t(at.byte)];
+            others = others && (before >> at.shift & 15) == (after >> at.shift & 15);
+          }
+    report.holds(others, "NaN at position " + std::to_string(position), " changes another token");
+    report.next_case();
+  }
+}
+
 void rope_cases(const edge::Isa& isa, Report& report) {
   Random random(4);
   for (int D : {16, 24, 64, 80, 128})
@@ -268,6 +292,7 @@ void rope_cases(const edge::Isa& isa, Report& report) {
         for (bool rotate_kv : {false, true})
           if (!rotate_kv || (D & (D - 1)) == 0)
             rope(isa, {D, D == 64 ? 3 : 1, rotate_kv, normed, magnitude}, random, report);
+  for (int D : {16, 24, 64}) rope_not_a_number(isa, D, random, report);
 }
 
 void attention_cases(const edge::Isa& isa, Report& report) {

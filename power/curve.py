@@ -25,6 +25,7 @@ _NEIGHBOUR_S = 0.3
 _HOLE_S = 1.0
 _HOLE_STEPS = 5
 _JITTER_S = 0.01  # of a reading's time against the work's
+_COUNTER_LATE_S = 0.05  # an H200's counter moves every 0.1 s and is about this late
 _QUIET_JITTER_S = 0.003  # the same where a constant delay does not matter
 _UNIFORM = 3**0.5  # half a width over the deviation
 
@@ -75,23 +76,26 @@ class Curve:
         counted_mj: Array | None = None,
     ) -> None:
         assert len(times) >= 2
-        self.times, self.mw, self.step_mw = times, mw, step_mw
-        self.counts_itself = counted_mj is not None
-        self._widths = np.diff(times)
-        self.interval_s = float(np.median(self._widths))
         joined = merged(busy, _BUSY_GAP_S)
         self._begins = np.array([begin for begin, _ in joined])
         self._ends = np.array([end for _, end in joined])
+        self.counts_itself = counted_mj is not None
         if counted_mj is not None:
+            # a counter that is read more often than it moves says something only where it moved
+            moved = np.flatnonzero(np.diff(counted_mj)) + 1
+            if len(moved) >= 2:
+                times, counted_mj = times[moved], counted_mj[moved]
             self._area = counted_mj - counted_mj[0]
-            changes = max(1, int(np.count_nonzero(np.diff(counted_mj))))
-            self.interval_s = float(times[-1] - times[0]) / changes
-            self.step_mw = 0.0
-            self.lag = lag_.NO_LAG
+            powers = np.diff(self._area) / np.diff(times)
+            mw = np.concatenate((powers[:1], powers))
+            step_mw = 0.0
         else:
-            areas = self._widths * (mw[1:] + mw[:-1]) / 2
+            areas = np.diff(times) * (mw[1:] + mw[:-1]) / 2
             self._area = np.concatenate(([0.0], np.cumsum(areas)))
-            self.lag = self._estimate_lag()
+        self.times, self.mw, self.step_mw = times, mw, step_mw
+        self._widths = np.diff(times)
+        self.interval_s = float(np.median(self._widths))
+        self.lag = lag_.NO_LAG if self.counts_itself else self._estimate_lag()
 
     # ---- edges of work
 
@@ -178,7 +182,8 @@ class Curve:
             values.append(value)
             jumps.append(pa - pb)
         jump = abs(jumps[0] + self.lag.tau_s * jumps[1])
-        error = jump * (self._sampling_s(max(w, self.interval_s)) + _JITTER_S)
+        late = _COUNTER_LATE_S if self.counts_itself else _JITTER_S
+        error = jump * (self._sampling_s(max(w, self.interval_s)) + late)
         return Energy(values[0], values[1], error**2)
 
     def _sampling_s(self, width_s: float) -> float:
@@ -190,8 +195,7 @@ class Curve:
         j = int(np.searchsorted(self.times, at - 1.5 * self.interval_s, "right")) - 1
         i = int(np.searchsorted(self.times, at - _QUIET_S - self.interval_s))
         if (
-            self.lag is lag_.NO_LAG
-            or j - i < 3
+            j - i < 3
             or not self._is_edge(self._begins, at)
             or self._quiet_before(at) < _QUIET_S
             or not self._steady(self.mw[i : j + 1])
@@ -213,13 +217,16 @@ class Curve:
         return float((quiet**2 + step**2) ** 0.5)
 
     def _steady(self, mw: Array) -> bool:
-        return float(mw.std()) <= max(self.step_mw, 0.01 * abs(float(mw.mean())))
+        share = 0.05 if self.counts_itself else 0.01
+        return float(mw.std()) <= max(self.step_mw, share * abs(float(mw.mean())))
 
     def _to_end(self, at: float) -> Energy:
         """Energy up to where a span ends, by the quiet after it where there is some."""
-        if self.lag is lag_.NO_LAG or not self._is_edge(self._ends, at):
+        if not self._is_edge(self._ends, at):
             return self._up_to(at)
         quiet = self._quiet_after(at)
+        if self.counts_itself:
+            return self._to_counted_end(at, quiet)
         edge = self._edge(at, quiet)
         if edge is None:
             return self._up_to(at)
@@ -230,4 +237,17 @@ class Curve:
         j = int(np.searchsorted(self.times, at + min(quiet, lag_.MAX_TAIL_S), "right")) - 1
         left_out = float(self.times[j]) - at
         error = self._quiet_error(height, rms, left_out)
+        return Energy(float(self._area[j]) - level * left_out, float(self.mw[j]), error**2)
+
+    def _to_counted_end(self, at: float, quiet_s: float) -> Energy:
+        """The same for a counter, which is late but does not settle."""
+        j = int(np.searchsorted(self.times, at + min(quiet_s, lag_.MAX_TAIL_S), "right")) - 1
+        i = int(np.searchsorted(self.times, at + 3 * self.interval_s))
+        if j - i < 4 or not self._steady(self.mw[i + 1 : j + 1]):
+            return self._up_to(at)
+        left_out = float(self.times[j]) - at
+        level = float(self._area[j] - self._area[i]) / float(self.times[j] - self.times[i])
+        height = abs(float(self.mw[max(0, i - 5)]) - level)
+        rms = float(self.mw[i + 1 : j + 1].std())
+        error = self._quiet_error(height, rms, left_out) + rms * left_out / (j - i) ** 0.5
         return Energy(float(self._area[j]) - level * left_out, float(self.mw[j]), error**2)

@@ -143,7 +143,7 @@ class Meter:
         if self._source is None or not self._running:
             return
         try:
-            if tail and self._source.live and self._source.lags:
+            if tail and self._source.live:
                 last = max((w.spans()[-1][1] for w in self._work() if w.spans()), default=None)
                 while last is not None and self._source.ended is None:
                     if (left := last + TAIL_S - time.monotonic()) <= 0:

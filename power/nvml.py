@@ -17,6 +17,7 @@ from edge_runtime.power.source import Emit, PolledSource, PowerUnavailable, Samp
 
 LIBRARY = "libnvidia-ml.so.1"
 _NAME_BYTES = 96
+MAX_INTERVAL_S = 0.02  # the counter moves every 0.1 s; when it did is worth knowing
 
 
 class Nvml:
@@ -87,7 +88,7 @@ class NvmlSource(PolledSource):
     scope = "GPU"
 
     def __init__(self, interval_s: float, library: Any = None) -> None:
-        super().__init__(interval_s)
+        super().__init__(min(interval_s, MAX_INTERVAL_S))
         self._given = library
         self._nvml: Nvml | None = None
         self._handle = ctypes.c_void_p()
@@ -114,7 +115,6 @@ class NvmlSource(PolledSource):
             self._counts = True
         except PowerUnavailable:
             self._counts = False
-        self.lags = not self._counts
 
     def start(self, emit: Emit) -> None:
         """Open the library and poll."""

@@ -42,7 +42,6 @@ class Source(ABC):
     name = ""
     rail = ""
     scope = ""
-    lags = True  # readings follow the power late, along a first-order curve
     live = True  # readings are of this machine now
 
     def __init__(self, interval_s: float) -> None:

@@ -37,6 +37,15 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
     return int(value)
 
 
+def quantised_view(value: Any) -> None:
+    """Refuse what is no view of a converted model. Raises UsageError."""
+    if word("view", value) not in ("nest", "w8", "w4"):
+        raise UsageError(
+            f"view: expected nest, w8 or w4, got {shown(value)}",
+            "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
+        )
+
+
 def thread_count(value: Any) -> int:
     """Return a number of threads. Raises UsageError."""
     return whole_number("threads", value, 1, MAX_THREADS)

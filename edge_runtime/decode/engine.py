@@ -112,11 +112,7 @@ class Engine:
         contract) or w4. draft: auto, off or 0…7. Raises CheckpointError, BackendUnavailable,
         BudgetError, UsageError.
         """
-        if arguments.word("view", view) not in ("nest", "w8", "w4"):
-            raise UsageError(
-                f"view: expected nest, w8 or w4, got {arguments.shown(view)}",
-                "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
-            )
+        arguments.quantised_view(view)
         if threads is not None:
             threads = arguments.thread_count(threads)
         if budget_bytes is not None:

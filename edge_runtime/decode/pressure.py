@@ -13,11 +13,10 @@ from pathlib import Path
 
 from edge_runtime import machine
 from edge_runtime.errors import BudgetError
+from edge_runtime.plan.footprint import reserve_bytes
 
 LOOK_EVERY_S = 0.25
 STALLED_PERCENT = 10.0  # of the last 10 s in which nothing could run for want of memory
-LEAST_RESERVE_BYTES = 64 << 20  # kept free where the user asked for less
-TOTAL_SHARE = 50  # and never more of a machine than this part by itself
 
 
 class MemoryPressure(BudgetError):
@@ -36,8 +35,7 @@ class MemoryWatch:
 
     def __post_init__(self) -> None:
         """Keep a little free even where no reserve was asked for."""
-        total = machine.total_bytes(self.root) or 0
-        self.reserve_bytes = max(self.reserve_bytes, min(LEAST_RESERVE_BYTES, total // TOTAL_SHARE))
+        self.reserve_bytes = reserve_bytes(self.reserve_bytes, machine.total_bytes(self.root))
 
     def due(self) -> bool:
         """Look if the last look is old; return whether memory is low."""

@@ -28,11 +28,13 @@ class Machine:
 
     def set(self, available_mib: int, *, full: float | None = None) -> None:
         (self.root / "proc/meminfo").write_text(
-            f"MemTotal:  {4000 * 1024} kB\nMemFree:  99 kB\nMemAvailable:  {available_mib << 10} kB\n"
+            f"MemTotal:  {4000 * 1024} kB\nMemFree:  99 kB\n"
+            f"MemAvailable:  {available_mib << 10} kB\n"
         )
         if full is not None:
             (self.root / "proc/pressure/memory").write_text(
-                f"some avg10=90.00 avg60=0 avg300=0 total=5\nfull avg10={full:.2f} avg60=0 total=3\n"
+                f"some avg10=90.00 avg60=0 avg300=0 total=5\n"
+                f"full avg10={full:.2f} avg60=0 total=3\n"
             )
 
 
@@ -86,7 +88,8 @@ def test_low_by_reserve_or_by_stalls(fake: Machine) -> None:
 
 
 def test_little_is_kept_free_even_without_a_reserve(fake: Machine) -> None:
-    assert MemoryWatch(0, fake.root).reserve_bytes == pressure.LEAST_RESERVE_BYTES
+    assert MemoryWatch(0, fake.root).reserve_bytes == 64 * MIB
+    assert MemoryWatch(100 * MIB, fake.root).reserve_bytes == 100 * MIB
 
 
 def test_looking_is_rare(fake: Machine) -> None:
@@ -96,9 +99,7 @@ def test_looking_is_rare(fake: Machine) -> None:
     assert watch.looks <= 2
 
 
-def test_new_work_is_refused_and_taken_again(
-    engines: Callable[..., Engine], fake: Machine
-) -> None:
+def test_new_work_is_refused_and_taken_again(engines: Callable[..., Engine], fake: Machine) -> None:
     engine = engines()
     engine.watch = MemoryWatch(500 * MIB, fake.root)
     want = engine.generate(PROMPT, max_new_tokens=8, ignore_eos=True).complete().token_ids

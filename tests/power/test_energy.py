@@ -187,14 +187,19 @@ def test_idle_power_is_found_after_work_too() -> None:
             assert idle_mw(run.curve(), [span]) == pytest.approx(run.idle, rel=0.02)
 
 
-def test_a_counter_is_read_as_it_is() -> None:
-    times = np.arange(0, 10, 0.1)
-    mw = np.where((times >= 3) & (times < 3.5), 300_000.0, 100_000.0)
-    counted = np.concatenate(([0.0], np.cumsum(mw)[:-1])) * 0.1
-    curve = Curve(times, mw, [(3.0, 3.5)], 1.0, counted)
-    energy = measure(curve, "work", [(3.0, 3.5)], 100_000.0)
-    assert energy.gross_j == pytest.approx(150, rel=0.1)
-    assert energy.low_j <= 150 <= energy.high_j
+@pytest.mark.parametrize("late_s", [0.0, 0.08])
+@pytest.mark.parametrize("seconds", [0.5, 3.0])
+def test_a_counter_that_moves_now_and_then(seconds: float, late_s: float) -> None:
+    """300 W over 100 W, counted every 0.1 s and seen late, read every 0.02 s."""
+    for phase in np.arange(0.0, 0.1, 0.013):
+        begin, end = 3.0 + phase, 3.0 + phase + seconds
+        times = np.arange(0.0, end + 1.7, 0.02)
+        moved = np.floor((times - late_s) / 0.1 + 1e-9) * 0.1
+        counted = 100_000 * moved + 200_000 * np.clip(moved - begin, 0, seconds)
+        curve = Curve(times, np.full(len(times), 1.0), [(begin, end)], 1.0, counted)
+        energy = measure(curve, "work", [(begin, end)], 100_000.0)
+        assert energy.gross_j == pytest.approx(300 * seconds, rel=0.03)
+        assert energy.low_j <= 300 * seconds <= energy.high_j
 
 
 def test_holes_widen_the_interval() -> None:

@@ -181,10 +181,9 @@ def test_nvml_prefers_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     source = NvmlSource(0.1, library)
     assert source.probe() == "reads the energy counter of GPU 0 (A GPU)"
     assert library.open == 0
-    assert (source.scope, source.lags) == ("GPU", False)
+    assert source.scope == "GPU"
     source = NvmlSource(0.1, Library(energy=None))
     assert source.probe() == "reads the power of GPU 0 (A GPU)"
-    assert source.lags
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234,0")
     assert "GPU-1234" in NvmlSource(0.1, library).probe()
 

@@ -93,6 +93,7 @@ class NvmlSource(PolledSource):
         self._nvml: Nvml | None = None
         self._handle = ctypes.c_void_p()
         self._counts = False
+        self._last: tuple[int | None, int] = (None, 0)
 
     def probe(self) -> str:
         """Read once: the energy counter if there is one, else the power."""
@@ -137,5 +138,7 @@ class NvmlSource(PolledSource):
         begin = time.monotonic()
         energy = nvml.energy_mj(self._handle) if self._counts else None
         now = (begin + time.monotonic()) / 2
-        power = nvml.power_mw(self._handle)
+        if energy is None or energy != self._last[0]:  # a call takes 2 ms; power moves no oftener
+            self._last = energy, nvml.power_mw(self._handle)
+        power = self._last[1]
         return Sample(time_s=now, total_mw=power, energy_mj=energy, rails={self.rail: power})

@@ -182,6 +182,11 @@ def test_nvml_prefers_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.probe() == "reads the energy counter of GPU 0 (A GPU)"
     assert library.open == 0
     assert source.scope == "GPU"
+    source._open()
+    assert (source.read().energy_mj, source.read().total_mw) == (7_000, 250_000)
+    source.stop()
+    with pytest.raises(PowerUnavailable, match="closed"):
+        source.read()
     source = NvmlSource(0.1, Library(energy=None))
     assert source.probe() == "reads the power of GPU 0 (A GPU)"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234,0")

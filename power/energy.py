@@ -82,7 +82,7 @@ def measure(curve: Curve, name: str, spans: Sequence[Span], idle: float | None) 
     energy = Energy()
     for run, share in zip(runs, _shares(runs, known), strict=True):
         energy.add(curve.between(*run), share)
-    if by_time:
+    if len(runs) < len(known):
         notes.append("attributed by time")
     samples = sum(int(((curve.times >= a) & (curve.times <= b)).sum()) for a, b in runs)
     gross = _value(curve, energy) / 1000

@@ -25,7 +25,7 @@ from types import TracebackType
 import numpy as np
 
 from edge_runtime.errors import UsageError, cut
-from edge_runtime.power.curve import Curve
+from edge_runtime.power.curve import Curve, merged
 from edge_runtime.power.energy import IDLE, Span, WindowEnergy, idle_mw, measure
 from edge_runtime.power.ina3221 import Ina3221Source
 from edge_runtime.power.jtop import JtopSource
@@ -58,6 +58,8 @@ class Window:
         self._begins = array("d")
         self._ends = array("d")
         self._open: float | None = None
+        self.version = 0  # goes up when intervals change
+        self._kept: tuple[int, list[Span]] = (0, [])
 
     def __enter__(self) -> Window:
         """Begin an interval."""
@@ -73,19 +75,29 @@ class Window:
         self._open = None
 
     def add(self, begin_s: float, end_s: float) -> None:
-        """Add an interval of the monotonic clock, not before those that are there."""
-        if self._ends and begin_s - self._ends[-1] <= _SAME_S:
+        """Add an interval of the monotonic clock; overlapping time counts once."""
+        if end_s < begin_s:
+            raise ValueError(f"window {self.name!r}: an interval ends before it begins")
+        self.version += 1
+        if self._ends and self._begins[-1] <= begin_s <= self._ends[-1] + _SAME_S:
             self._ends[-1] = max(self._ends[-1], end_s)
         else:
             self._begins.append(begin_s)
             self._ends.append(end_s)
 
     def spans(self) -> list[Span]:
-        """Return the intervals; one that is open counts up to now."""
-        spans = list(zip(self._begins, self._ends, strict=True))
+        """Return the intervals in order; one that is open counts up to now."""
+        if self._kept[0] != self.version:
+            found = list(zip(self._begins, self._ends, strict=True))
+            self._kept = self.version, merged(found, _SAME_S)
         if (begin := self._open) is not None:
-            spans.append((begin, time.monotonic()))
-        return spans
+            return merged([*self._kept[1], (begin, time.monotonic())], _SAME_S)
+        return self._kept[1]
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether an interval has begun and not ended."""
+        return self._open is not None
 
 
 class Meter:
@@ -237,17 +249,19 @@ class Meter:
 
     def _analysed(self) -> Curve | None:
         """Return the record's curve, made anew only when there is something new in it."""
+        work = self._work()
+        key = (len(self._times), *(window.version for window in work))
+        if self._curve is not None and self._curve[0] == key and not any(w.is_open for w in work):
+            return self._curve[1]
         with self._lock:
             count = len(self._times)
             times, mw, energy = (np.array(a) for a in (self._times, self._mw, self._energy))
             values = {name: sorted(found) for name, found in self._values.items()}
         if count < 2:
             return None
-        busy = [span for window in self._work() for span in window.spans()]
-        key = (count, len(busy), busy[-1] if busy else None)
-        if self._curve is None or self._curve[0] != key:
-            counted = energy if len(energy) == count else None
-            self._curve = key, Curve(times, mw, busy, _step_mw(values), counted)
+        busy = [span for window in work for span in window.spans()]
+        counted = energy if len(energy) == count else None
+        self._curve = (count, *key[1:]), Curve(times, mw, busy, _step_mw(values), counted)
         return self._curve[1]
 
 

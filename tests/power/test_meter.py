@@ -185,6 +185,28 @@ def test_many_short_intervals_are_cheap_and_merge() -> None:
         pass
 
 
+def test_intervals_that_come_later_or_overlap() -> None:
+    window = Window("prefill")
+    for begin, end in ((5, 6), (1, 2), (1.5, 3), (5.5, 5.6)):
+        window.add(begin, end)
+    assert window.spans() == [(1, 3), (5, 6)]
+    with pytest.raises(ValueError, match="ends before"):
+        window.add(2, 1)
+
+
+def test_energy_is_new_when_there_is_something_new() -> None:
+    source = Scripted(0.1)
+    meter = Meter(source, [])
+    meter.start()
+    for n in range(1, 100):
+        source.send(n * 0.1, 1000)
+    meter.window("work").add(2.0, 4.0)
+    before = meter.energy("work")
+    assert meter.energy("work") == before
+    meter.window("work").add(6.0, 8.0)
+    assert meter.energy("work").gross_j == pytest.approx(2 * before.gross_j, rel=0.01)
+
+
 def test_none() -> None:
     with open_meter("none") as meter:
         meter.measure_idle(0.0)

@@ -33,11 +33,6 @@ def fit_context(
 
     Raises BudgetError with the numbers, UsageError for an impossible value.
     """
-    there = machine.available_bytes()
-    if there is None:
-        there = psutil.virtual_memory().available
-    available = there - footprint.reserve_bytes(reserve_bytes, machine.total_bytes())
-    limit = available if budget_bytes is None else min(available, budget_bytes)
     account = footprint.footprint(
         spec,
         layout="fp" if view == "fp" else "nest",
@@ -45,6 +40,8 @@ def fit_context(
         group_size=group_size,
         threads=threads,
     )
+    available = room_bytes(account.fixed["runtime"], reserve_bytes)
+    limit = available if budget_bytes is None else min(available, budget_bytes)
     fixed, fits = account.fixed_bytes, account.max_context(limit)
     asked = arguments.context(ctx)
     if asked is None:
@@ -73,6 +70,16 @@ def fit_context(
     return context
 
 
+def room_bytes(runtime_bytes: int, reserve_bytes: int) -> int:
+    """Memory that this process can have in all: what is free beyond the reserve, and what of its
+    runtime (which an account counts) it has already."""
+    free = machine.available_bytes()
+    if free is None:
+        free = psutil.virtual_memory().available
+    own = min(rss_bytes(), runtime_bytes)
+    return free + own - footprint.reserve_bytes(reserve_bytes, machine.total_bytes())
+
+
 def trim_heap() -> None:
     """Give what the C library keeps of freed memory back to the system (glibc; elsewhere nothing).
 
@@ -80,6 +87,11 @@ def trim_heap() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss_bytes() -> int:

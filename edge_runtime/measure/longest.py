@@ -6,15 +6,16 @@ from typing import Any
 
 import msgspec
 
-from edge_runtime import kernels, machine
-from edge_runtime.decode.memory import fit_context
-from edge_runtime.errors import BudgetError
+from edge_runtime import kernels
+from edge_runtime.decode.memory import fit_context, room_bytes
 from edge_runtime.format.manifest import Manifest
 from edge_runtime.measure import child, prove
 from edge_runtime.measure.child import Outcome
 from edge_runtime.measure.profile import Wishes
 from edge_runtime.measure.worker import Way
 from edge_runtime.plan.footprint import footprint
+
+OTHERS_SHARE = 0.01  # of what is free, left alone where no budget is given: it comes and goes
 
 
 def find(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
@@ -25,13 +26,10 @@ def find(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
     )
     sizes: dict[str, Any] = {"group_size": manifest.group_size, "threads": wishes.threads}
     budget = wishes.budget_bytes
-    if budget is None:
-        available = machine.available_bytes()
-        if available is None:
-            raise BudgetError("this machine does not say how much memory is free", "give --budget")
-        budget = available - wishes.reserve_bytes
-    planned = fit_context(spec, "auto", name, budget, wishes.reserve_bytes, **sizes)
     account = footprint(spec, layout="nest", backend=name, **sizes)
+    if budget is None:
+        budget = int(room_bytes(0, wishes.reserve_bytes) * (1 - OTHERS_SHARE))
+    planned = fit_context(spec, "auto", name, budget, wishes.reserve_bytes, **sizes)
 
     def attempt(context: int, enforced: bool) -> Outcome:
         tail = min(prove.TAIL, context - 1)

@@ -12,6 +12,7 @@ import tiny_models
 from edge_runtime import machine
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
+from edge_runtime.decode import memory
 from edge_runtime.decode.memory import fit_context
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.reader import Checkpoint
@@ -53,11 +54,23 @@ def test_fp_is_refused_by_its_own_numbers(
     account = footprint(spec, layout="fp", backend="reference")
     free = account.total_bytes(100) + reserve_bytes(0, machine.total_bytes())
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory, "rss_bytes", lambda: 0)
     assert fit_context(spec, "auto", "reference", None, 0, view="fp") == 100
     assert fit_context(spec, 100, "reference", None, 0, view="fp") == 100
     with pytest.raises(BudgetError) as caught:
         fit_context(spec, 101, "reference", None, 0, view="fp")
     assert caught.value.hint == "the largest context that fits is 100"
+
+
+def test_what_the_process_has_already_is_not_asked_for_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1000 << 20)
+    monkeypatch.setattr(machine, "total_bytes", lambda: 4000 << 20)
+    monkeypatch.setattr(memory, "rss_bytes", lambda: 40 << 20)
+    assert memory.room_bytes(50 << 20, 100 << 20) == (1000 + 40 - 100) << 20
+    assert memory.room_bytes(30 << 20, 100 << 20) == (1000 + 30 - 100) << 20  # a host's own stays
+    assert memory.room_bytes(0, 0) == (1000 - 64) << 20
 
 
 def resident_file_bytes() -> int:

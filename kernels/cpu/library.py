@@ -53,7 +53,10 @@ class Op(Structure):
     """One op of a program."""
 
     _fields_ = (
-        *((n, c_int32) for n in ("kind", "a", "out", "residual", "gate_up", "weight", "layer", "w8")),
+        *(
+            (n, c_int32)
+            for n in ("kind", "a", "out", "residual", "gate_up", "weight", "layer", "w8")
+        ),
         ("eps", c_float),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),

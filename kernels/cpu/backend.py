@@ -109,7 +109,7 @@ class CpuBackend:
             self._keep(weights.cos),
             self._keep(weights.sin),
         )
-        # the head, mostly the largest, comes first: its file's pages are gone when the rest is there
+        # the head, mostly the largest, first: its file's pages are gone when the rest is there
         for name in reversed(list(weights.linears)):
             linear = weights.linears[name]
             self._linears[name] = (self._add_linear(linear), linear.base.shape[0])
@@ -300,7 +300,7 @@ class CpuBackend:
                         continue
                     rest = -1 if residual is None else read(residual)
                     if isinstance(after, ops.SiluMulQuantise):
-                        assert after.gate_up == out and residual is None, (op, after)
+                        assert (after.gate_up, residual) == (out, None), (op, after)
                         fields["gate_up"], N = write(out, N), N // 2
                     emit("linear", **fields, residual=rest, out=write(out, N))
         sizes = (ctypes.c_int32 * len(registers))(*(width for _, width in registers))

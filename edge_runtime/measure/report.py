@@ -99,6 +99,8 @@ def lines(document: Document) -> Iterator[str]:
     yield f"{document['model']} on {where}{mode}; bitnest-edge {state['version']}{commit}"
     if document["rows"]:
         yield from table(document["rows"])
+    if any(r["mode"] == "fp16" and r["backend"] == "reference" for r in document["rows"]):
+        yield "fp16 here is the unquantised model in torch's fp32, not an optimised 16-bit engine"
     yield from energy_lines(document["energy"])
     yield from proof_lines(document["max_context"])
     for warning in document["warnings"]:

@@ -1,0 +1,184 @@
+"""The dual-plane linear on the GPU: weights as the kernels read them, and the launcher.
+
+    acc[n] = Σ_g m[n,g] · Σ_{k∈g} code[n,k] · x[k]     exact int64
+    y[n]   = (fp32(acc) · x_scale) · S[n]  (+ bias[n])  (+ residual[n]),  each step rounded once
+
+code = 16·q4 + q_r in the w8 view, 16·q4 in the w4 view. The planes are multiplied as they lie in
+memory, (q4 << 4) | (q_r + 8) as int8 being the code plus 8; 8·Σx per group takes the 8 off again.
+Bits are those of `reference.linear`. Refinement planes are not touched in the w4 view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda.tiles import Tile, choose
+from edge_runtime.kernels.layout import padded
+from edge_runtime.kernels.ops import LinearWeights, View
+
+MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
+MAX_SMALL_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLinear:
+    """A nested matrix on a device. base, refine: uint8 [N, Kp/2]; mult: int16 [Kp/G, Np], N padded
+    with zeros; scale, bias: fp32 [N]. mult_rows: int16 [N, Kp/G], for the dp4a form only."""
+
+    base: Tensor
+    refine: Tensor
+    mult: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    group_size: int
+    mult_rows: Tensor | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self.base.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        """Kp, inputs with padding."""
+        return 2 * self.base.shape[1]
+
+    @classmethod
+    def from_weights(
+        cls, w: LinearWeights, device: torch.device | str, *, dot4: bool = False
+    ) -> DeviceLinear:
+        """Copy canonical planes to a device. dot4: keep multipliers by row too."""
+
+        def send(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(np.array(array)).to(device)
+
+        N, groups = w.mult.shape
+        mult = np.zeros((groups, padded(N, MULT_PAD)), np.int16)
+        mult[:, :N] = w.mult.T
+        return cls(
+            base=send(w.base),
+            refine=send(w.refine),
+            mult=send(mult),
+            scale=send(w.scale),
+            bias=None if w.bias is None else send(w.bias),
+            group_size=w.group_size,
+            mult_rows=send(w.mult) if dot4 else None,
+        )
+
+
+def group_sums(codes: Tensor, group_size: int) -> Tensor:
+    """Return int32 [M, Kp/G], the sums of int8 codes [M, Kp] over each group of inputs."""
+    M, Kp = codes.shape
+    return codes.view(M, Kp // group_size, group_size).sum(-1, dtype=torch.int32)
+
+
+def linear(
+    codes: Tensor,
+    x_scale: Tensor,
+    sums: Tensor,
+    weight: DeviceLinear,
+    view: View,
+    *,
+    out: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return fp32 [M, N]. codes: int8 [M, Kp], x_scale: fp32 [M], sums: int32 [M, Kp/G].
+
+    residual: fp32 [M, N], may be `out` itself. tile: in place of the table's. Nothing is allocated
+    when `out` is given, and nothing waits for the device.
+    """
+    M, N = codes.shape[0], weight.num_outputs
+    assert codes.shape[1] == weight.num_inputs, (codes.shape, weight.num_inputs)
+    assert M >= 1, M
+    if out is None:
+        out = torch.empty(M, N, dtype=torch.float32, device=codes.device)
+    kernels = _kernels()
+    if tile is None:
+        tile = choose(_arch(codes.device), view, M, N, kernels.MIN_COLUMNS)
+    tensors = (codes, sums, x_scale, weight.base, weight.refine)
+    tail = (weight.scale, weight.scale if weight.bias is None else weight.bias)
+    tail += (out if residual is None else residual, out)
+    flags: dict[str, Any] = {
+        "G": weight.group_size,
+        "W8": view == "w8",
+        "BIAS": weight.bias is not None,
+        "RESIDUAL": residual is not None,
+        "BN": tile.rows,
+        "ASM": not kernels.INTERPRETED,
+        "num_warps": tile.warps,
+        "enable_fp_fusion": False,
+    }
+    if tile.form == "dot4" and M == 1 and weight.mult_rows is not None:
+        _launch_dot4(kernels, tensors, weight, tail, flags, tile)
+        return out
+    assert tile.form == "mma", f"{tile} for {M} rows, by-row multipliers: {weight.mult_rows}"
+    groups = weight.mult.shape[0]
+    grid = (-(-N // tile.rows) * -(-M // tile.columns),)
+    kernels.linear_mma[grid](
+        *tensors,
+        weight.mult,
+        *tail,
+        M,
+        N,
+        weight.mult.shape[1],
+        weight.base.shape[1],
+        EVEN=N % tile.rows == 0,
+        BM=tile.columns,
+        UNROLL=unroll(weight.group_size, groups),
+        STAGES=tile.stages,
+        **flags,
+    )
+    return out
+
+
+def unroll(group_size: int, groups: int) -> int:
+    """Groups of a loop step: 64 bytes of a row at a time where the number of groups allows it."""
+    return 2 if group_size == 64 and groups % 2 == 0 else 1
+
+
+def _launch_dot4(
+    kernels: Any,
+    tensors: tuple[Tensor, ...],
+    weight: DeviceLinear,
+    tail: tuple[Tensor, ...],
+    flags: dict[str, Any],
+    tile: Tile,
+) -> None:
+    codes, sums, x_scale, base, refine = tensors
+    N, quads = weight.num_outputs, weight.num_inputs // 32
+    kernels.linear_dot4[(-(-N // tile.rows),)](
+        codes.view(torch.int32),
+        sums,
+        x_scale,
+        base.view(torch.int32),
+        refine.view(torch.int32),
+        weight.mult_rows,
+        *tail,
+        N,
+        quads,
+        EVEN=N % tile.rows == 0 and quads % tile.columns == 0,
+        BQ=tile.columns,
+        **flags,
+    )
+
+
+def _kernels() -> Any:
+    """Import Triton and the kernels on first use, so that this module needs neither."""
+    require_triton()
+    from edge_runtime.kernels.cuda import linear_kernels
+
+    return linear_kernels
+
+
+def _arch(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0  # the interpreter
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

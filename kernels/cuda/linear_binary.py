@@ -1,0 +1,116 @@
+"""The linear as saved machine code: what to compile for a shape, and how to launch it.
+
+Invariant: `compile_linear` builds exactly what `linear.linear` would launch with the same tile on
+that chip, so tests and timings of one speak for the other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from edge_runtime.kernels.cuda.compile import ORIN, Compiled, compile_kernel
+from edge_runtime.kernels.cuda.driver import Function
+from edge_runtime.kernels.cuda.linear import DeviceLinear, unroll
+from edge_runtime.kernels.cuda.tiles import Tile
+from edge_runtime.kernels.ops import View
+
+_MMA_TYPES = {
+    "x_ptr": "*i8",
+    "sum_ptr": "*i32",
+    "x_scale_ptr": "*fp32",
+    "base_ptr": "*u8",
+    "refine_ptr": "*u8",
+    "mult_ptr": "*i16",
+    "scale_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "residual_ptr": "*fp32",
+    "y_ptr": "*fp32",
+    "M": "i32",
+    "N": "i32",
+    "mult_stride": "i32",
+    "half_k": "i32",
+}
+_DOT4_TYPES = {
+    **{name: kind for name, kind in _MMA_TYPES.items() if kind.startswith("*")},
+    "x_ptr": "*i32",
+    "base_ptr": "*i32",
+    "refine_ptr": "*i32",
+    "N": "i32",
+    "quads": "i32",
+}
+
+
+def compile_linear(
+    tile: Tile,
+    view: View,
+    group_size: int,
+    *,
+    groups: int = 2,
+    even: bool = True,
+    bias: bool = False,
+    residual: bool = False,
+    arch: int = ORIN,
+) -> Compiled:
+    """Compile one form. groups: of a row; only whether it is even matters, and only for G = 64."""
+    from edge_runtime.kernels.cuda import linear_kernels as kernels
+
+    constants = {
+        "G": group_size,
+        "W8": view == "w8",
+        "BIAS": bias,
+        "RESIDUAL": residual,
+        "EVEN": even,
+        "BN": tile.rows,
+        "ASM": True,
+    }
+    if tile.form == "dot4":
+        return compile_kernel(
+            kernels.linear_dot4,
+            _DOT4_TYPES,
+            {**constants, "BQ": tile.columns},
+            num_warps=tile.warps,
+            arch=arch,
+            unaligned=("N", "quads"),
+        )
+    return compile_kernel(
+        kernels.linear_mma,
+        _MMA_TYPES,
+        {
+            **constants,
+            "BM": tile.columns,
+            "UNROLL": unroll(group_size, groups),
+            "STAGES": tile.stages,
+        },
+        num_warps=tile.warps,
+        arch=arch,
+        unaligned=("M", "N"),
+    )
+
+
+def launch_linear(
+    function: Function,
+    tile: Tile,
+    codes: Tensor,
+    x_scale: Tensor,
+    sums: Tensor,
+    weight: DeviceLinear,
+    out: Tensor,
+    residual: Tensor | None = None,
+    stream: int = 0,
+) -> None:
+    """Enqueue a loaded kernel; the tensors are those of `linear.linear`."""
+    M, N = codes.shape[0], weight.num_outputs
+    bias = weight.scale if weight.bias is None else weight.bias
+    added = out if residual is None else residual
+    mult = weight.mult
+    if tile.form == "dot4":
+        assert weight.mult_rows is not None
+        mult = weight.mult_rows
+    tensors = (codes, sums, x_scale, weight.base, weight.refine, mult, weight.scale, bias, added)
+    pointers = [t.data_ptr() for t in (*tensors, out)]
+    if tile.form == "dot4":
+        grid, numbers = (-(-N // tile.rows),), [N, weight.num_inputs // 32]
+    else:
+        grid = (-(-N // tile.rows) * -(-M // tile.columns),)
+        numbers = [M, N, mult.shape[1], weight.base.shape[1]]
+    function.launch(grid, [*pointers, *numbers], stream)

@@ -1,0 +1,219 @@
+"""The dual-plane linear as Triton kernels: one on tensor cores for every M, one of dp4a for M = 1.
+
+Invariant: integers only up to the last two products, so tile, order, M and form cannot change bits.
+Formula and shapes: `linear.py`. Weights are the M operand of the tensor core, tokens its N operand:
+a step of 1 row costs what a step of 8 does, and both planes are unpacked in the registers that the
+tensor core reads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+MIN_COLUMNS = 8 if _VERSION >= (3, 5) else 16  # of an int8 tl.dot
+
+
+@triton.jit
+def _group(w, r, xl, xh, W8: tl.constexpr, ASM: tl.constexpr):
+    """One group: plane bytes uint8 [BN, G/2], x int8 [G/2, BM] twice -> int32 [BN, BM]."""
+    if W8:
+        low, high = w8_codes(w, r, ASM)
+    else:
+        low, high = w4_codes(w, ASM)
+    dots = tl.dot(low, xl, out_dtype=tl.int32)
+    return tl.dot(high, xh, acc=dots, out_dtype=tl.int32)
+
+
+@triton.jit
+def _pair_of_32(
+    acc, x_ptr, sum_ptr, base_ptr, refine_ptr, mult_ptr, rows, mult_stride, half_k, g,
+    W8: tl.constexpr, ASM: tl.constexpr,
+):
+    """Add groups g and g + 1 of 32 inputs: their 2 · 16 plane bytes are one K of the tensor core,
+    read once, and each group meets an x whose other half is zero. The second may not exist."""
+    j = tl.arange(0, 32)
+    live = g * 16 + j < half_k
+    w = tl.load(base_ptr + (g * 16 + j)[None, :], mask=live[None, :], other=0)
+    r = w
+    if W8:
+        r = tl.load(refine_ptr + (g * 16 + j)[None, :], mask=live[None, :], other=0)
+    at = x_ptr + (g * 32 + (j // 16) * 32 + j % 16)[:, None]
+    xl = tl.load(at, mask=live[:, None], other=0)
+    xh = tl.load(at + 16, mask=live[:, None], other=0)
+    for k in tl.static_range(2):
+        mine = (j // 16 == k)[:, None]
+        none = tl.zeros_like(xl)
+        dots = _group(w, r, tl.where(mine, xl, none), tl.where(mine, xh, none), W8, ASM)
+        at_g = tl.minimum(g + k, half_k // 16 - 1)
+        if W8:
+            eight = tl.where(at_g == g + k, 8, 0)  # a group that is not there has no sum
+            dots -= eight * tl.load(sum_ptr + at_g)[None, :]
+        mult = tl.load(mult_ptr + at_g * mult_stride, mask=rows, other=0)
+        acc += dots.to(tl.int64) * mult.to(tl.int64)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def linear_mma(
+    x_ptr,  # int8 [M, 2·half_k]
+    sum_ptr,  # int32 [M, 2·half_k/G]
+    x_scale_ptr,  # fp32 [M]
+    base_ptr,  # uint8 [N, half_k]
+    refine_ptr,  # the same; not read in the w4 view
+    mult_ptr,  # int16 [2·half_k/G, mult_stride]
+    scale_ptr,  # fp32 [N]
+    bias_ptr,  # fp32 [N]
+    residual_ptr,  # fp32 [M, N]
+    y_ptr,  # fp32 [M, N]
+    M,
+    N,
+    mult_stride,
+    half_k,
+    G: tl.constexpr,
+    W8: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,  # BN divides N
+    BN: tl.constexpr,  # weight rows of a program
+    BM: tl.constexpr,  # tokens of a program
+    UNROLL: tl.constexpr,  # groups of a loop step; divides their number
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One tile [BN weight rows, BM tokens] of y; tokens run fastest, so that weights stay in L2."""
+    H: tl.constexpr = G // 2
+    num_m = tl.cdiv(M, BM)
+    pid = tl.program_id(0)
+    pid_n = pid // num_m
+    rn = pid_n * BN + tl.arange(0, BN)
+    rm = (pid - pid_n * num_m) * BM + tl.arange(0, BM)
+    cm = tl.minimum(rm, M - 1)  # rows past the end repeat the last one: no mask in the loop
+    if EVEN:
+        cn = rn
+    else:
+        cn = tl.minimum(rn, N - 1)
+    base_ptr += cn.to(tl.int64)[:, None] * half_k
+    refine_ptr += cn.to(tl.int64)[:, None] * half_k
+    x_ptr += cm[None, :] * (2 * half_k)
+    groups = half_k // H
+    sum_ptr += cm * groups
+    mult_ptr += rn
+    acc = tl.zeros((BN, BM), tl.int64)
+    if G == 32:  # the tensor core takes 32 bytes a time: two groups a step
+        for pair in tl.range(0, tl.cdiv(groups, 2), num_stages=STAGES):
+            acc = _pair_of_32(
+                acc, x_ptr, sum_ptr, base_ptr, refine_ptr, mult_ptr, rn < N, mult_stride, half_k,
+                2 * pair, W8, ASM,
+            )
+    else:
+        j = tl.arange(0, H)
+        base_ptr += j[None, :]
+        refine_ptr += j[None, :]
+        x_ptr += j[:, None]
+        for step in tl.range(0, groups // UNROLL, num_stages=STAGES):
+            for u in tl.static_range(UNROLL):
+                g = step * UNROLL + u
+                w = tl.load(base_ptr + g * H)
+                r = w
+                if W8:
+                    r = tl.load(refine_ptr + g * H)
+                xl = tl.load(x_ptr + g * G)
+                xh = tl.load(x_ptr + g * G + H)
+                if EVEN:
+                    mult = tl.load(mult_ptr + g * mult_stride)
+                else:
+                    mult = tl.load(mult_ptr + g * mult_stride, mask=rn < N, other=0)
+                dots = _group(w, r, xl, xh, W8, ASM)
+                if W8:
+                    dots -= 8 * tl.load(sum_ptr + g)[None, :]
+                acc += dots.to(tl.int64) * mult.to(tl.int64)[:, None]
+    y = acc.to(tl.float32) * tl.load(x_scale_ptr + cm)[None, :]
+    y *= tl.load(scale_ptr + cn)[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + cn)[:, None]
+    at = rm.to(tl.int64)[None, :] * N + rn[:, None]
+    mask = (rn < N)[:, None] & (rm < M)[None, :]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0)
+    tl.store(y_ptr + at, y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def linear_dot4(
+    x_ptr,  # int32 words of int8 [1, Kp]
+    sum_ptr,  # int32 [Kp/G]
+    x_scale_ptr,  # fp32 [1]
+    base_ptr,  # int32 words of uint8 [N, Kp/2]
+    refine_ptr,  # the same; not read in the w4 view
+    mult_ptr,  # int16 [N, Kp/G]
+    scale_ptr,  # fp32 [N]
+    bias_ptr,  # fp32 [N]
+    residual_ptr,  # fp32 [1, N]
+    y_ptr,  # fp32 [1, N]
+    N,
+    quads,  # Kp/32: a quad is four words of a plane, 32 weights of one group
+    G: tl.constexpr,
+    W8: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,  # BN divides N and BQ divides quads
+    BN: tl.constexpr,  # weight rows of a program
+    BQ: tl.constexpr,  # quads of a loop step, each in one lane
+    ASM: tl.constexpr,
+):
+    """One row of x: a lane owns a quad, loads 128 bits of each plane and takes 8 dp4a."""
+    Q: tl.constexpr = G // 32
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    q = tl.arange(0, BQ)
+    e = tl.arange(0, 4)
+    cn = rn if EVEN else tl.minimum(rn, N - 1)
+    words = cn.to(tl.int64)[:, None, None] * (quads * 4) + (q[:, None] * 4 + e[None, :])[None]
+    mult_row = mult_ptr + cn.to(tl.int64)[:, None] * (quads // Q)
+    x_words = ((q // Q) * (G // 4) + (q % Q) * 4)[:, None] + e[None, :]
+    acc = tl.zeros((BN, BQ), tl.int64)
+    zero = tl.zeros((BN, BQ, 4), tl.int32)
+    for start in range(0, quads, BQ):
+        live = (start + q) < quads
+        g = (start + q) // Q
+        if EVEN:
+            w = tl.load(base_ptr + words + start * 4, eviction_policy="evict_first")
+            xl = tl.load(x_ptr + x_words + start * 8)
+            xh = tl.load(x_ptr + x_words + start * 8 + G // 8)
+            mult = tl.load(mult_row + g[None, :])
+        else:
+            each = live[:, None]
+            w = tl.load(base_ptr + words + start * 4, mask=each[None], other=0)
+            xl = tl.load(x_ptr + x_words + start * 8, mask=each, other=0)
+            xh = tl.load(x_ptr + x_words + start * 8 + G // 8, mask=each, other=0)
+            mult = tl.load(mult_row + g[None, :], mask=live[None, :], other=0)
+        low = (w << 4) & -252645136  # 0xF0F0F0F0
+        high = w & -252645136
+        if W8:
+            if EVEN:
+                r = tl.load(refine_ptr + words + start * 4, eviction_policy="evict_first")
+            else:
+                r = tl.load(refine_ptr + words + start * 4, mask=live[None, :, None], other=0)
+            low |= r & 252645135  # 0x0F0F0F0F
+            high |= (r >> 4) & 252645135
+        xl, _ = tl.broadcast(xl[None], zero)
+        xh, _ = tl.broadcast(xh[None], zero)
+        dots = tl.sum(dot4(high, xh, dot4(low, xl, zero, ASM), ASM), axis=2)
+        if W8:  # once a group: its first quad takes the correction of all
+            first = live & ((start + q) % Q == 0)
+            dots -= 8 * tl.load(sum_ptr + g, mask=first, other=0)[None, :]
+        acc += dots.to(tl.int64) * mult.to(tl.int64)
+    total = tl.sum(acc, axis=1)
+    mask = rn < N
+    y = (total.to(tl.float32) * tl.load(x_scale_ptr)) * tl.load(scale_ptr + cn)
+    if BIAS:
+        y += tl.load(bias_ptr + cn)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + cn)
+    tl.store(y_ptr + rn, y, mask=mask)
+
+
+INTERPRETED = not isinstance(linear_mma, triton.JITFunction)

@@ -1,0 +1,73 @@
+"""Nibble planes to int8 codes, four bytes in one register: inline assembly, and its plain twin.
+
+Invariant: both forms give the same bytes for every pair of plane bytes (`tests/kernels/cuda`).
+A byte of a plane holds input j of its group in the low nibble and input j + G/2 in the high one.
+`ASM` chooses: Triton's interpreter knows no assembly, and Triton's own code for the plain form
+works byte by byte (2.5 times the instructions).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# lop3 tables: 0xE2 is (mask & b) | (~mask & a) with the mask as second operand
+_W8_LOW = tl.constexpr(
+    "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, $2, 0xE2; }"
+)
+_W8_HIGH = tl.constexpr(
+    "{ .reg .b32 t; shr.u32 t, $2, 4; lop3.b32 $0, $1, 0xF0F0F0F0, t, 0xE2; }"
+)
+_W4_LOW = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }")
+_W4_HIGH = tl.constexpr("and.b32 $0, $1, 0xF0F0F0F0;")
+
+
+@triton.jit
+def w8_codes(base, refine, ASM: tl.constexpr):
+    """base, refine: uint8 [...] -> int8 code + 8 of the low nibbles, of the high nibbles."""
+    if ASM:
+        low = tl.inline_asm_elementwise(
+            _W8_LOW, "=r,r,r", [base, refine], dtype=tl.int8, is_pure=True, pack=4
+        )
+        high = tl.inline_asm_elementwise(
+            _W8_HIGH, "=r,r,r", [base, refine], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        low = ((base << 4) | (refine & 15)).to(tl.int8, bitcast=True)
+        high = ((base & 240) | (refine >> 4)).to(tl.int8, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def w4_codes(base, ASM: tl.constexpr):
+    """base: uint8 [...] -> int8 16·q4 of the low nibbles, of the high nibbles."""
+    if ASM:
+        low = tl.inline_asm_elementwise(
+            _W4_LOW, "=r,r", [base], dtype=tl.int8, is_pure=True, pack=4
+        )
+        high = tl.inline_asm_elementwise(
+            _W4_HIGH, "=r,r", [base], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        low = (base << 4).to(tl.int8, bitcast=True)
+        high = (base & 240).to(tl.int8, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def dot4(a, b, c, ASM: tl.constexpr):
+    """c + Σ of the four int8 products in the words a and b, int32 [...] each (dp4a)."""
+    if ASM:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [a, b, c],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        total = c
+        for byte in tl.static_range(4):
+            total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return total

@@ -1,0 +1,205 @@
+"""Attention over the nested cache on CUDA: how a call is cut into programs.
+
+Invariant: forms, tiles and splits are a matter of speed alone; the bits are the reference's
+(`kernels/ops.py`), for every M and every policy. Nothing here waits for the device: lengths are
+read there, and a program whose tokens lie past a row's own leaves at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda.cache import LayerCache
+from edge_runtime.kernels.layout import KV_BLOCK
+
+DECODE_ROWS = 16  # more rows go through the form that keeps no partial results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How one call is cut: speed only.
+
+    form: "words" (dp4a, one query vector), "cols" (tensor cores, query vectors are columns) or
+    "rows" (prefill). queries: query vectors of a program; split: blocks of a program.
+    """
+
+    form: str
+    queries: int
+    split: int = 4
+    warps: int = 1
+    stages: int = 1
+    unroll: int = 32  # blocks whose loads `combine` has in flight
+
+
+def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) -> Tiles:
+    """Return tiles for `rows` rows of `group` query heads per KV head.
+
+    fewest_columns: 16 for Triton 3.4, whose int8 dot takes no fewer.
+    """
+    vectors = rows * group
+    if rows > DECODE_ROWS:
+        return Tiles(form="rows", queries=64, warps=4)
+    if vectors == 1 and head_dim % 8 == 0:
+        return Tiles(form="words", queries=1)
+    queries = min(32, max(fewest_columns, _power_of_two(vectors)))
+    return Tiles(form="cols", queries=queries, warps=1 if queries <= 16 else 2)
+
+
+class Workspace:
+    """Partial results of up to `rows` rows over `tokens` tokens, made once and used by every layer.
+
+    out: fp32 [rows·heads, blocks, D]; stat: fp32 [rows·heads, 4, blocks].
+    """
+
+    def __init__(
+        self, rows: int, num_heads: int, head_dim: int, tokens: int, device: torch.device | str
+    ) -> None:
+        blocks = -(-tokens // KV_BLOCK)
+        self.max_blocks = blocks
+        self.out = torch.empty(rows * num_heads, blocks, head_dim, device=device)
+        self.stat = torch.empty(rows * num_heads, 4, blocks, device=device)
+
+
+def attention(
+    q: Tensor,
+    positions: Tensor,
+    full_from: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    workspace: Workspace | None = None,
+    *,
+    max_tokens: int | None = None,
+    tiles: Tiles | None = None,
+    asm: bool = True,
+) -> Tensor:
+    """Attention of q over a layer, row i up to its own position. Source: FlashAttention-2, 3.1.
+
+    q, out: fp32 [M, heads, D]; positions, full_from: int32 [M], on the device; max_tokens: more
+    than any position, by default all that the workspace or the cache holds. Up to 16 rows need a
+    workspace. asm: False for the interpreter.
+    """
+    require_triton()
+    from edge_runtime.kernels.cuda import attention_kernels as kernels
+
+    M, heads, D = q.shape
+    kv_heads, T = cache.key_scale.shape
+    group = heads // kv_heads
+    tiles = tiles or tiles_for(M, group, D, fewest_columns=_fewest_columns())
+    if tiles.form == "rows":
+        return _attention_rows(q, positions, full_from, cache, out, tiles, asm)
+    assert workspace is not None, "up to 16 rows need a workspace"
+    max_blocks = workspace.max_blocks
+    tokens = min(max_tokens or T, T, max_blocks * KV_BLOCK)
+    words = tiles.form == "words"
+    planes = _planes(cache, torch.int32 if words else torch.uint8)
+    grid = (
+        -(-tokens // (tiles.split * KV_BLOCK)),
+        kv_heads,
+        -(-M * group // tiles.queries),
+    )
+    kernels.attend_split[grid](
+        q,
+        positions,
+        full_from,
+        *planes,
+        cache.key_scale,
+        cache.value_scale,
+        workspace.out,
+        workspace.stat,
+        M * group,
+        heads,
+        T,
+        max_blocks,
+        softmax_scale(D),
+        GROUP=group,
+        D=D,
+        HP=_power_of_two(D // 8) if words else max(32, _power_of_two(D // 2)),
+        BQ=tiles.queries,
+        SPLIT=tiles.split,
+        FORM=(kernels.WORDS if words else kernels.COLS).value,
+        STAGES=tiles.stages,
+        ASM=asm,
+        num_warps=tiles.warps,
+        enable_fp_fusion=False,
+    )
+    kernels.combine[M * heads,](
+        workspace.out,
+        workspace.stat,
+        positions,
+        out,
+        heads,
+        max_blocks,
+        D=D,
+        DP=_power_of_two(D),
+        CHUNK=512,
+        UNROLL=tiles.unroll,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _attention_rows(
+    q: Tensor,
+    positions: Tensor,
+    full_from: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    tiles: Tiles,
+    asm: bool,
+) -> Tensor:
+    from edge_runtime.kernels.cuda import prefill_attention_kernels as kernels
+
+    M, heads, D = q.shape
+    kv_heads, T = cache.key_scale.shape
+    group = heads // kv_heads
+    kernels.attend_rows[-(-M * group // tiles.queries), kv_heads](
+        q,
+        positions,
+        full_from,
+        *_planes(cache, torch.uint8),
+        cache.key_scale,
+        cache.value_scale,
+        out,
+        M * group,
+        heads,
+        T,
+        softmax_scale(D),
+        GROUP=group,
+        D=D,
+        HP=max(32, _power_of_two(D // 2)),
+        BQ=tiles.queries,
+        STAGES=tiles.stages,
+        ASM=asm,
+        num_warps=tiles.warps,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def softmax_scale(head_dim: int) -> float:
+    """1/√D as fp32."""
+    return float(np.float32(1.0) / np.sqrt(np.float32(head_dim)))
+
+
+def _planes(cache: LayerCache, dtype: torch.dtype) -> list[Tensor]:
+    planes = (cache.key_base, cache.key_refine, cache.value_base, cache.value_refine)
+    return [p.view(dtype) for p in planes]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << math.ceil(math.log2(n)) if n > 1 else 1
+
+
+def _fewest_columns() -> int:
+    import triton
+
+    version: Any = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return 8 if version >= (3, 5) else 16

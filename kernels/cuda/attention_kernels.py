@@ -1,0 +1,383 @@
+"""Flash-decoding and prefill attention over the nested cache as Triton kernels.
+
+Invariant: dots and value sums are integers, so M, tiles and splits cannot change bits; the floats
+between them are fixed per block of 64 tokens, and blocks are added in ascending order. Formula:
+`kernels/ops.py`; shapes: `attention.py` and `cache.py`.
+
+Three forms of one block, by what the products run on:
+    WORDS  one query vector: dp4a on words of four codes
+    COLS   tensor cores, tokens (then dims) are rows, up to 32 query vectors are columns
+    ROWS   tensor cores, query vectors are rows (prefill)
+A weight i (15 bits) goes as two int8 limbs of -i = 256·high + low: of i, the high one overflows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edge_runtime.kernels.cuda import floats
+from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum, int8_codes
+from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
+
+WORDS, COLS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BASE, FULL, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BLOCK = tl.constexpr(64)
+MAGIC, MAGIC_BITS = floats.MAGIC, floats.MAGIC_BITS
+HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0
+
+
+@triton.jit
+def _quantised_query(x_low, x_high, FORM: tl.constexpr, AXIS: tl.constexpr):
+    """Halves of query vectors fp32, dims on AXIS (WORDS: [D/8, 4]) -> codes, 8·Σ codes, scale."""
+    bits = tl.maximum(floats.magnitude_bits(x_low), floats.magnitude_bits(x_high))
+    if FORM == WORDS:
+        inverse, scale = floats.int8_factors(tl.max(tl.max(bits, 1), 0))
+        low = int8_codes(x_low, inverse).to(tl.int32)
+        high = int8_codes(x_high, inverse).to(tl.int32)
+        total = tl.sum(tl.sum(low + high, 1), 0)
+        at = 8 * tl.arange(0, 4)[None, :]
+        low = _int32(tl.sum((low & 255) << at, 1))
+        high = _int32(tl.sum((high & 255) << at, 1))
+    else:
+        inverse, scale = floats.int8_factors(tl.max(bits, AXIS))
+        low = int8_codes(x_low, tl.expand_dims(inverse, AXIS)).to(tl.int32)
+        high = int8_codes(x_high, tl.expand_dims(inverse, AXIS)).to(tl.int32)
+        total = tl.sum(low + high, AXIS)
+        low, high = low.to(tl.int8), high.to(tl.int8)
+    return low, high, 8 * total, scale
+
+
+@triton.jit
+def _int32(x):
+    """The same numbers: the interpreter sums int32 as int64 and keeps that inside."""
+    return x.to(tl.int64).to(tl.int32)
+
+
+@triton.jit
+def _unpack(base, refine, FORM: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Plane bytes (WORDS: words) -> codes + 8 (BASE: 16·q4) of the low and the high nibbles."""
+    if FORM == WORDS:
+        low = (base << 4) & HIGH_NIBBLES
+        high = base & HIGH_NIBBLES
+        if KIND == FULL:
+            low = low | (refine & ~HIGH_NIBBLES)
+            high = high | ((refine >> 4) & ~HIGH_NIBBLES)
+    elif KIND == FULL:
+        low, high = w8_codes(base, refine, ASM)
+    else:
+        low, high = w4_codes(base, ASM)
+    return low, high
+
+
+@triton.jit
+def _key_dots(low, high, q_low, q_high, FORM: tl.constexpr, ASM: tl.constexpr):
+    """Codes [64, half] of two halves times query codes -> int32 [64, Q] (ROWS: [Q, 64])."""
+    if FORM == WORDS:
+        dots = dot4(high, q_high[None, :], tl.zeros_like(high), ASM)
+        dots = tl.sum(dot4(low, q_low[None, :], dots, ASM), 1)[:, None]
+    elif FORM == COLS:
+        dots = tl.dot(low, q_low, out_dtype=tl.int32)
+        dots = tl.dot(high, q_high, acc=dots, out_dtype=tl.int32)
+    else:
+        dots = tl.dot(q_low, tl.trans(low), out_dtype=tl.int32)
+        dots = tl.dot(q_high, tl.trans(high), acc=dots, out_dtype=tl.int32)
+    return dots
+
+
+@triton.jit
+def _value_dots(codes, w_high, w_low, FORM: tl.constexpr, ASM: tl.constexpr):
+    """Codes [half, 64] times the two limbs -> int32 [half, Q] (ROWS: [Q, half])."""
+    if FORM == WORDS:
+        high = dot4(codes, w_high[None, :], tl.zeros_like(codes), ASM)
+        sums = tl.sum(dot4(codes, w_low[None, :], high * 256, ASM), 1)[:, None]
+    elif FORM == COLS:
+        sums = tl.dot(codes, w_high, out_dtype=tl.int32) * 256
+        sums = tl.dot(codes, w_low, acc=sums, out_dtype=tl.int32)
+    else:
+        sums = tl.dot(w_high, tl.trans(codes), out_dtype=tl.int32) * 256
+        sums = tl.dot(w_low, tl.trans(codes), acc=sums, out_dtype=tl.int32)
+    return sums
+
+
+@triton.jit
+def _load_plane(ptr, at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + at)
+    else:
+        return tl.load(ptr + at, mask=inside, other=0)
+
+
+@triton.jit
+def _scores(
+    base_ptr, refine_ptr, scale_ptr, block, q_low, q_high, q_sum8, factor, full, left,
+    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Scores of one block fp32 [64, Q] (ROWS: [Q, 64]), -inf where a query may not see.
+
+    base_ptr, refine_ptr: bytes or words of one head's keys, [T, HALF]; full: which queries read
+    both planes (MIXED); left: tokens of this block that each query sees.
+    """
+    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
+    token = tl.arange(0, BLOCK)
+    d = tl.arange(0, HP)
+    at = (token + block * BLOCK)[:, None] * HALF + d[None, :]
+    inside = (d < HALF)[None, :]
+    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    refine = base
+    if KIND != BASE:
+        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+    key_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
+    low, high = _unpack(base, refine, FORM, FULL if KIND == FULL else BASE, ASM)
+    dots = _key_dots(low, high, q_low, q_high, FORM, ASM)
+    if KIND == FULL:
+        dots -= tl.expand_dims(q_sum8, AXIS)
+    elif KIND == MIXED:
+        low, high = _unpack(base, refine, FORM, FULL, ASM)
+        both = _key_dots(low, high, q_low, q_high, FORM, ASM) - tl.expand_dims(q_sum8, AXIS)
+        dots = tl.where(tl.expand_dims(full, AXIS), both, dots)
+    s = (dots.to(tl.float32) * tl.expand_dims(factor, AXIS)) * tl.expand_dims(key_scale, 1 - AXIS)
+    seen = tl.expand_dims(token, 1 - AXIS) < tl.expand_dims(left, AXIS)
+    return tl.where(seen, s, floats.NEG_INF)
+
+
+@triton.jit
+def _attend_block(
+    base_ptr, refine_ptr, scale_ptr, block, s, full, left,
+    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Softmax of one block and its values: scores s -> (block max, block sum, out of both halves).
+
+    base_ptr, refine_ptr: one head's values, bytes [T/64, dims, 64] or words [T/64, dims, 16].
+    out: fp32 [dims, Q] (ROWS: [Q, dims]), still to be divided by the sum.
+    """
+    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
+    WIDTH: tl.constexpr = 16 if FORM == WORDS else 64
+    token = tl.arange(0, BLOCK)
+    d = tl.arange(0, HP)
+    at = (d + block * HALF)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (d < HALF)[:, None]
+    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    refine = base
+    if KIND != BASE:
+        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+    value_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
+
+    most = tl.max(s, AXIS)
+    p = exp_nonpositive(s - tl.expand_dims(tl.maximum(most, -3e38), AXIS))
+    block_sum = halving_sum(p, AXIS, BLOCK)
+    seen = tl.expand_dims(token, 1 - AXIS) < tl.expand_dims(left, AXIS)
+    w = tl.where(seen, p * tl.expand_dims(value_scale, 1 - AXIS), 0.0)  # a dead scale may be NaN
+    bits = tl.max(floats.magnitude_bits(w), AXIS)
+    peak = bits.to(tl.float32, bitcast=True)
+    peak = tl.where(peak < floats.TINY, 0.0, peak)
+    used = (peak > 0) & (bits < floats.INFINITY_BITS)
+    inverse = tl.where(used, tl.div_rn(32767.0, tl.where(used, peak, 1.0)), 0.0)
+    step = tl.where(bits < floats.INFINITY_BITS, tl.div_rn(peak, 32767.0), float("nan"))
+    w = w * tl.expand_dims(inverse, AXIS) + MAGIC
+    minus = MAGIC_BITS - w.to(tl.int32, bitcast=True)  # -i
+    total8 = 8 * tl.sum(minus, AXIS)
+    if FORM == WORDS:
+        shift = 8 * tl.arange(0, 4)[None, :]
+        minus = tl.reshape(minus, [16, 4])
+        w_high = _int32(tl.sum((((minus + 128) >> 8) & 255) << shift, 1))
+        w_low = _int32(tl.sum((minus & 255) << shift, 1))
+    else:
+        w_high = ((minus + 128) >> 8).to(tl.int8)
+        w_low = minus.to(tl.int8)
+    low, high = _unpack(base, refine, FORM, FULL if KIND == FULL else BASE, ASM)
+    o_low = _value_dots(low, w_high, w_low, FORM, ASM)
+    o_high = _value_dots(high, w_high, w_low, FORM, ASM)
+    if KIND == FULL:
+        o_low -= tl.expand_dims(total8, AXIS)
+        o_high -= tl.expand_dims(total8, AXIS)
+    elif KIND == MIXED:
+        low, high = _unpack(base, refine, FORM, FULL, ASM)
+        pick = tl.expand_dims(full, AXIS)
+        both = _value_dots(low, w_high, w_low, FORM, ASM) - tl.expand_dims(total8, AXIS)
+        o_low = tl.where(pick, both, o_low)
+        both = _value_dots(high, w_high, w_low, FORM, ASM) - tl.expand_dims(total8, AXIS)
+        o_high = tl.where(pick, both, o_high)
+    step = tl.expand_dims(step, AXIS)
+    return most, block_sum, (-o_low).to(tl.float32) * step, (-o_high).to(tl.float32) * step
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, row, head, heads, D: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Query vectors [Q] of q fp32 [M, heads, D] as two halves, zero past D/2."""
+    if FORM == WORDS:
+        d = 4 * tl.arange(0, HP)[:, None] + tl.arange(0, 4)[None, :]
+        at = tl.max((row * heads + head) * D, 0)
+    elif FORM == COLS:
+        d = tl.arange(0, HP)[:, None]
+        at = ((row * heads + head) * D)[None, :]
+    else:
+        d = tl.arange(0, HP)[None, :]
+        at = ((row * heads + head) * D)[:, None]
+    inside = d < D // 2
+    low = tl.load(q_ptr + (at + d), mask=inside, other=0.0)
+    high = tl.load(q_ptr + (at + d + D // 2), mask=inside, other=0.0)
+    return low, high
+
+
+@triton.jit
+def _full_block(full_from):
+    """The first block that is read with both planes."""
+    return full_from // BLOCK + (full_from % BLOCK > 0).to(tl.int32)
+
+
+@triton.jit
+def _split_blocks(
+    key_base, key_refine, value_base, value_refine, key_scale, value_scale, start, stop,
+    q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at, valid,
+    max_blocks, HALF: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Blocks start…stop - 1 of one kind: partial results into out and stat."""
+    DIMS: tl.constexpr = 4 * HP if FORM == WORDS else HP
+    UNITS: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
+    d = tl.arange(0, DIMS)
+    for block in tl.range(start, stop, num_stages=STAGES):
+        full = first_full <= block
+        left = position + 1 - block * BLOCK
+        s = _scores(
+            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, full, left,
+            UNITS, HP, FORM, KIND, ASM,
+        )  # fmt: skip
+        most, total, o_low, o_high = _attend_block(
+            value_base, value_refine, value_scale, block, s, full, left,
+            HALF, DIMS, FORM, KIND, ASM,
+        )  # fmt: skip
+        keep = valid & (left > 0)
+        tl.store(stat_ptr + stat_at + block, most, mask=keep)
+        tl.store(stat_ptr + stat_at + max_blocks + block, total, mask=keep)
+        at = (out_at + block * D)[None, :] + d[:, None]
+        inside = (d < HALF)[:, None] & keep[None, :]
+        tl.store(out_ptr + at, o_low, mask=inside)
+        tl.store(out_ptr + at + HALF, o_high, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_queries", "heads", "max_blocks"])
+def attend_split(
+    q_ptr,  # fp32 [M, heads, D]
+    position_ptr,  # int32 [M]
+    full_from_ptr,  # int32 [M]
+    key_base_ptr,  # the cache of a layer: see cache.py; words of four bytes for WORDS
+    key_refine_ptr,
+    value_base_ptr,
+    value_refine_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    out_ptr,  # fp32 [M·heads, max_blocks, D]
+    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: block max, block sum, and room for `combine`
+    num_queries,  # M · group
+    heads,
+    T,
+    max_blocks,
+    softmax_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,  # D/2 rounded up (WORDS: D/8)
+    BQ: tl.constexpr,  # query vectors of a program
+    SPLIT: tl.constexpr,  # blocks of a program
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
+    HALF: tl.constexpr = D // 2
+    kv_head = tl.program_id(1)
+    query = tl.program_id(2) * BQ + tl.arange(0, BQ)
+    valid = query < num_queries
+    query = tl.minimum(query, num_queries - 1)
+    row = query // GROUP
+    head = kv_head * GROUP + query % GROUP
+    position = tl.load(position_ptr + row)
+    start = tl.program_id(0) * SPLIT
+    stop = tl.minimum(start + SPLIT, tl.max(position, 0) // BLOCK + 1)
+    if start < stop:
+        first_full = _full_block(tl.load(full_from_ptr + row))
+        x_low, x_high = _load_queries(q_ptr, row, head, heads, D, HP, FORM)
+        q_low, q_high, q_sum8, scale = _quantised_query(x_low, x_high, FORM, 0)
+        factor = scale * softmax_scale
+        if FORM == WORDS:  # numbers so far
+            factor = tl.zeros_like(position).to(tl.float32) + factor
+            q_sum8 = tl.zeros_like(position) + q_sum8
+        unit: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
+        at = kv_head.to(tl.int64) * T
+        key_base, key_refine = key_base_ptr + at * unit, key_refine_ptr + at * unit
+        value_base, value_refine = value_base_ptr + at * unit, value_refine_ptr + at * unit
+        key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
+        vector = row.to(tl.int64) * heads + head
+        out_at, stat_at = vector * max_blocks * D, vector * 4 * max_blocks
+        middle = tl.minimum(tl.maximum(tl.min(first_full, 0), start), stop)
+        end = middle
+        if FORM != WORDS:
+            end = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
+        _split_blocks(
+            key_base, key_refine, value_base, value_refine, key_scale, value_scale, start, middle,
+            q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at,
+            valid, max_blocks, HALF, HP, D, FORM, BASE, ASM, STAGES,
+        )  # fmt: skip
+        if FORM != WORDS:
+            _split_blocks(
+                key_base, key_refine, value_base, value_refine, key_scale, value_scale, middle, end,
+                q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr,
+                stat_at, valid, max_blocks, HALF, HP, D, FORM, MIXED, ASM, 1,
+            )  # fmt: skip
+        _split_blocks(
+            key_base, key_refine, value_base, value_refine, key_scale, value_scale, end, stop,
+            q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at,
+            valid, max_blocks, HALF, HP, D, FORM, FULL, ASM, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "max_blocks"])
+def combine(
+    out_ptr,  # fp32 [M·heads, max_blocks, D]
+    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: block max, block sum -> weights, weighted sums
+    position_ptr,  # int32 [M]
+    y_ptr,  # fp32 [M, heads, D]
+    heads,
+    max_blocks,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Blocks of one query vector, ascending: (Σ ob·c) / (Σ lb·c), c = exp(block max - max)."""
+    vector = tl.program_id(0)
+    blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
+    stat_ptr += vector.to(tl.int64) * 4 * max_blocks
+    out_ptr += vector.to(tl.int64) * max_blocks * D
+    i = tl.arange(0, CHUNK)
+    most = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
+    for b in range(0, blocks, CHUNK):
+        most = tl.maximum(
+            most, tl.load(stat_ptr + b + i, mask=b + i < blocks, other=floats.NEG_INF)
+        )
+    top = tl.max(most, 0)
+    for b in range(0, blocks, CHUNK):
+        at = stat_ptr + b + i
+        c = exp_nonpositive(tl.load(at, mask=b + i < blocks, other=0.0) - top)
+        total = tl.load(at + max_blocks, mask=b + i < blocks, other=0.0)
+        tl.store(at + 2 * max_blocks, c, mask=b + i < blocks)
+        tl.store(at + 3 * max_blocks, total * c, mask=b + i < blocks)
+    tl.debug_barrier()  # what this program wrote above is read below, by other threads
+    d = tl.arange(0, DP)
+    y = tl.zeros((DP,), tl.float32)
+    total = 0.0
+    for b in range(0, blocks, UNROLL):
+        for u in tl.static_range(UNROLL):
+            here = blocks > b + u
+            at = stat_ptr + b + u
+            c = tl.load(at + 2 * max_blocks, mask=here, other=0.0)
+            part = tl.load(out_ptr + (b + u) * D + d, mask=(d < D) & (d * 0 + (b + u) < blocks), other=0.0)
+            y += part * c
+            total += tl.load(at + 3 * max_blocks, mask=here, other=0.0)
+    tl.store(y_ptr + vector.to(tl.int64) * D + d, tl.div_rn(y, total + tl.zeros_like(y)),
+             mask=d < D)  # fmt: skip

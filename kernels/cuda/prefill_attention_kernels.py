@@ -1,0 +1,152 @@
+"""Attention of many rows over the nested cache in one pass without partial results (prefill).
+
+Invariant: the same steps per block and the same order over blocks as `attention_kernels.py`, so the
+same bits. A program walks the keys twice: first for the maximum, which the weight of every block
+needs, then to add blocks as they come.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edge_runtime.kernels.cuda import floats
+from edge_runtime.kernels.cuda.attention_kernels import (
+    BASE,
+    BLOCK,
+    FULL,
+    MIXED,
+    ROWS,
+    _attend_block,
+    _full_block,
+    _load_queries,
+    _quantised_query,
+    _scores,
+)
+
+
+@triton.jit
+def _most_of(
+    top, key_base, key_refine, key_scale, start, stop, q_low, q_high, q_sum8, factor, position,
+    first_full, HALF: tl.constexpr, HP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest score of each query in blocks start…stop - 1, and `top`."""
+    for block in tl.range(start, stop, num_stages=STAGES):
+        s = _scores(
+            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor,
+            first_full <= block, position + 1 - block * BLOCK, HALF, HP, ROWS, KIND, ASM,
+        )  # fmt: skip
+        top = tl.maximum(top, tl.max(s, 1))
+    return top
+
+
+@triton.jit
+def _add_blocks(
+    y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
+    value_scale, start, stop, q_low, q_high, q_sum8, factor, position, first_full,
+    HALF: tl.constexpr, HP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add blocks start…stop - 1, ascending."""
+    for block in tl.range(start, stop, num_stages=STAGES):
+        full = first_full <= block
+        left = position + 1 - block * BLOCK
+        s = _scores(
+            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, full, left,
+            HALF, HP, ROWS, KIND, ASM,
+        )  # fmt: skip
+        most, block_sum, o_low, o_high = _attend_block(
+            value_base, value_refine, value_scale, block, s, full, left, HALF, HP, ROWS, KIND, ASM
+        )
+        # a block that no token of which is seen has weight exp(-inf) = 0 and sums of 0
+        c = floats.exp_nonpositive(most - top)
+        y_low += o_low * c[:, None]
+        y_high += o_high * c[:, None]
+        total += block_sum * c
+    return y_low, y_high, total
+
+
+@triton.jit(do_not_specialize=["num_queries", "heads"])
+def attend_rows(
+    q_ptr,  # fp32 [M, heads, D]
+    position_ptr,  # int32 [M]
+    full_from_ptr,  # int32 [M]
+    key_base_ptr,  # the cache of a layer: see cache.py
+    key_refine_ptr,
+    value_base_ptr,
+    value_refine_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    y_ptr,  # fp32 [M, heads, D]
+    num_queries,  # M · group
+    heads,
+    T,
+    softmax_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,  # D/2 rounded up
+    BQ: tl.constexpr,  # query vectors of a program
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One tile of query vectors of one KV head against all tokens that they see."""
+    HALF: tl.constexpr = D // 2
+    kv_head = tl.program_id(1)
+    # the last rows see most: they go first
+    query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BQ + tl.arange(0, BQ)
+    valid = query < num_queries
+    query = tl.minimum(query, num_queries - 1)
+    row = query // GROUP
+    head = kv_head * GROUP + query % GROUP
+    position = tl.load(position_ptr + row)
+    first_full = _full_block(tl.load(full_from_ptr + row))
+    x_low, x_high = _load_queries(q_ptr, row, head, heads, D, HP, ROWS)
+    q_low, q_high, q_sum8, scale = _quantised_query(x_low, x_high, ROWS, 1)
+    factor = scale * softmax_scale
+    at = kv_head.to(tl.int64) * T
+    key_base, key_refine = key_base_ptr + at * HALF, key_refine_ptr + at * HALF
+    value_base, value_refine = value_base_ptr + at * HALF, value_refine_ptr + at * HALF
+    key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
+
+    stop = tl.max(position, 0) // BLOCK + 1
+    middle = tl.minimum(tl.min(first_full, 0), stop)
+    end = tl.minimum(tl.max(first_full, 0), stop)
+    top = tl.full((BQ,), floats.NEG_INF, tl.float32)
+    top = _most_of(
+        top, key_base, key_refine, key_scale, 0, middle, q_low, q_high, q_sum8, factor, position,
+        first_full, HALF, HP, BASE, ASM, STAGES,
+    )  # fmt: skip
+    top = _most_of(
+        top, key_base, key_refine, key_scale, middle, end, q_low, q_high, q_sum8, factor, position,
+        first_full, HALF, HP, MIXED, ASM, 1,
+    )  # fmt: skip
+    top = _most_of(
+        top, key_base, key_refine, key_scale, end, stop, q_low, q_high, q_sum8, factor, position,
+        first_full, HALF, HP, FULL, ASM, STAGES,
+    )  # fmt: skip
+    y_low = tl.zeros((BQ, HP), tl.float32)
+    y_high = tl.zeros((BQ, HP), tl.float32)
+    total = tl.zeros((BQ,), tl.float32)
+    y_low, y_high, total = _add_blocks(
+        y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
+        value_scale, 0, middle, q_low, q_high, q_sum8, factor, position, first_full,
+        HALF, HP, BASE, ASM, STAGES,
+    )  # fmt: skip
+    y_low, y_high, total = _add_blocks(
+        y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
+        value_scale, middle, end, q_low, q_high, q_sum8, factor, position, first_full,
+        HALF, HP, MIXED, ASM, 1,
+    )  # fmt: skip
+    y_low, y_high, total = _add_blocks(
+        y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
+        value_scale, end, stop, q_low, q_high, q_sum8, factor, position, first_full,
+        HALF, HP, FULL, ASM, STAGES,
+    )  # fmt: skip
+    d = tl.arange(0, HP)
+    at = ((row.to(tl.int64) * heads + head) * D)[:, None] + d[None, :]
+    inside = valid[:, None] & (d < HALF)[None, :]
+    tl.store(y_ptr + at, tl.div_rn(y_low, total[:, None] + tl.zeros_like(y_low)), mask=inside)
+    tl.store(
+        y_ptr + at + HALF, tl.div_rn(y_high, total[:, None] + tl.zeros_like(y_high)), mask=inside
+    )

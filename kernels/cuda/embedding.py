@@ -1,7 +1,7 @@
 """Embedding rows: a gather of int8 rows with one scale each; rows of the caller's own pass through.
 
 Invariant: ids stay on the device. An id outside the table (and a negative one where no rows are
-given) yields a row of NaN, which the logits report; it reads no memory.
+given) yields a row of NaN, which the logits report.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ def embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row).to(tl.int64)
-    known = (token >= 0) & (token < V)
-    at = tl.where(known, token, 0)
-    code = tl.load(table_ptr + at * H + i, mask=(i < H) & known, other=0)
+    at = tl.maximum(tl.minimum(token, V - 1), 0)
+    # as a block: Triton's interpreter broadcasts no scalar comparison as a mask
+    block = token + 0 * i
+    known = (block >= 0) & (block < V)
+    code = tl.load(table_ptr + at * H + i, mask=i < H, other=0)
     x = code.to(tl.float32) * tl.load(scale_ptr + at)
     nan = tl.full((), NOT_A_NUMBER, tl.int32).to(tl.float32, bitcast=True)
     x = tl.where(known, x, nan)
     if HAS_ROWS:
-        own = tl.load(rows_ptr + row * H + i, mask=(i < H) & (token < 0), other=0.0)
-        x = tl.where(token < 0, own, x)
+        own = tl.load(rows_ptr + row * H + i, mask=(i < H) & (block < 0), other=0.0)
+        x = tl.where(block < 0, own, x)
     tl.store(out_ptr + row * H + i, x, mask=i < H)
 
 

@@ -50,8 +50,8 @@ def new_draft(capacity: int, device: torch.device | str) -> Draft:
 def _tail(tokens_ptr, drafted_ptr, length, drafted, back):
     """The token `back` places before the end of tokens + drafted."""
     at = length + drafted - 1 - back
-    old = tl.load(tokens_ptr + at, mask=(at >= 0) & (at < length), other=0)
-    new = tl.load(drafted_ptr + (at - length), mask=at >= length, other=0)
+    old = tl.load(tokens_ptr + tl.maximum(tl.minimum(at, length - 1), 0))
+    new = tl.load(drafted_ptr + tl.maximum(at - length, 0))
     return tl.where(at < length, old, new)
 
 
@@ -65,8 +65,9 @@ def ngram_blocks_kernel(
     block = tl.program_id(0)
     end = block * BLOCK + tl.arange(0, BLOCK)  # where the continuation would begin
     same = end < length
-    # the reference keeps the last four of the committed tokens and all drafted ones
-    known = tl.minimum(length, 4) + drafted
+    # the reference keeps the last four of the committed tokens and all drafted ones; as a block,
+    # since Triton's interpreter broadcasts no scalar comparison as a mask
+    known = tl.minimum(length, 4) + drafted + 0 * end
     best2 = 0
     best3 = 0
     best4 = 0
@@ -100,7 +101,7 @@ def ngram_copy_kernel(
     best2 = tl.max(tl.load(partial_ptr + b * 3 + 2, mask=b < blocks, other=0), 0)
     at = tl.where(best4 > 0, best4, tl.where(best3 > 0, best3, best2))
     i = tl.arange(0, WIDTH)
-    inside = (at > 0) & (i < gamma) & (at + i < length)
+    inside = (at + 0 * i > 0) & (i < gamma) & (at + i < length)
     token = tl.load(tokens_ptr + at + i, mask=inside, other=-1)
     count = tl.min(tl.where(token < 0, i, WIDTH), 0)
     tl.store(ids_ptr + i, tl.where(i < count, token, 0))

@@ -21,7 +21,6 @@ from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum, int8_
 from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
 
 WORDS, COLS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-BASE, FULL, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(64)
 MAGIC, MAGIC_BITS = floats.MAGIC, floats.MAGIC_BITS
 HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0
@@ -55,15 +54,15 @@ def _int32(x):
 
 
 @triton.jit
-def _unpack(base, refine, FORM: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Plane bytes (WORDS: words) -> codes + 8 (BASE: 16·q4) of the low and the high nibbles."""
+def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr):
+    """Plane bytes (WORDS: words) -> codes + 8 (base alone: 16·q4) of the low and the high nibbles."""
     if FORM == WORDS:
         low = (base << 4) & HIGH_NIBBLES
         high = base & HIGH_NIBBLES
-        if KIND == FULL:
+        if FULL:
             low = low | (refine & ~HIGH_NIBBLES)
             high = high | ((refine >> 4) & ~HIGH_NIBBLES)
-    elif KIND == FULL:
+    elif FULL:
         low, high = w8_codes(base, refine, ASM)
     else:
         low, high = w4_codes(base, ASM)
@@ -110,14 +109,14 @@ def _load_plane(ptr, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _scores(
-    base_ptr, refine_ptr, scale_ptr, block, q_low, q_high, q_sum8, factor, full, left,
-    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    base_ptr, refine_ptr, scale_ptr, block, q_low, q_high, q_sum8, factor, left,
+    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of one block fp32 [64, Q] (ROWS: [Q, 64]), -inf where a query may not see.
 
-    base_ptr, refine_ptr: bytes or words of one head's keys, [T, HALF]; full: which queries read
-    both planes (MIXED); left: tokens of this block that each query sees.
+    base_ptr, refine_ptr: bytes or words of one head's keys, [T, HALF]; left: tokens of this block
+    that each query sees.
     """
     AXIS: tl.constexpr = 1 if FORM == ROWS else 0
     token = tl.arange(0, BLOCK)
@@ -126,17 +125,13 @@ def _scores(
     inside = (d < HALF)[None, :]
     base = _load_plane(base_ptr, at, inside, HP == HALF)
     refine = base
-    if KIND != BASE:
+    if FULL:
         refine = _load_plane(refine_ptr, at, inside, HP == HALF)
     key_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
-    low, high = _unpack(base, refine, FORM, FULL if KIND == FULL else BASE, ASM)
+    low, high = _unpack(base, refine, FORM, FULL, ASM)
     dots = _key_dots(low, high, q_low, q_high, FORM, ASM)
-    if KIND == FULL:
+    if FULL:
         dots -= tl.expand_dims(q_sum8, AXIS)
-    elif KIND == MIXED:
-        low, high = _unpack(base, refine, FORM, FULL, ASM)
-        both = _key_dots(low, high, q_low, q_high, FORM, ASM) - tl.expand_dims(q_sum8, AXIS)
-        dots = tl.where(tl.expand_dims(full, AXIS), both, dots)
     s = (dots.to(tl.float32) * tl.expand_dims(factor, AXIS)) * tl.expand_dims(key_scale, 1 - AXIS)
     seen = tl.expand_dims(token, 1 - AXIS) < tl.expand_dims(left, AXIS)
     return tl.where(seen, s, floats.NEG_INF)
@@ -144,8 +139,8 @@ def _scores(
 
 @triton.jit
 def _attend_block(
-    base_ptr, refine_ptr, scale_ptr, block, s, full, left,
-    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    base_ptr, refine_ptr, scale_ptr, block, s, left,
+    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Softmax of one block and its values: scores s -> (block max, block sum, out of both halves).
@@ -161,7 +156,7 @@ def _attend_block(
     inside = (d < HALF)[:, None]
     base = _load_plane(base_ptr, at, inside, HP == HALF)
     refine = base
-    if KIND != BASE:
+    if FULL:
         refine = _load_plane(refine_ptr, at, inside, HP == HALF)
     value_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
 
@@ -187,19 +182,12 @@ def _attend_block(
     else:
         w_high = ((minus + 128) >> 8).to(tl.int8)
         w_low = minus.to(tl.int8)
-    low, high = _unpack(base, refine, FORM, FULL if KIND == FULL else BASE, ASM)
+    low, high = _unpack(base, refine, FORM, FULL, ASM)
     o_low = _value_dots(low, w_high, w_low, FORM, ASM)
     o_high = _value_dots(high, w_high, w_low, FORM, ASM)
-    if KIND == FULL:
+    if FULL:
         o_low -= tl.expand_dims(total8, AXIS)
         o_high -= tl.expand_dims(total8, AXIS)
-    elif KIND == MIXED:
-        low, high = _unpack(base, refine, FORM, FULL, ASM)
-        pick = tl.expand_dims(full, AXIS)
-        both = _value_dots(low, w_high, w_low, FORM, ASM) - tl.expand_dims(total8, AXIS)
-        o_low = tl.where(pick, both, o_low)
-        both = _value_dots(high, w_high, w_low, FORM, ASM) - tl.expand_dims(total8, AXIS)
-        o_high = tl.where(pick, both, o_high)
     step = tl.expand_dims(step, AXIS)
     return most, block_sum, (-o_low).to(tl.float32) * step, (-o_high).to(tl.float32) * step
 
@@ -235,24 +223,23 @@ def _split_blocks(
     key_base, key_refine, value_base, value_refine, key_scale, value_scale, start, stop,
     q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at, valid,
     max_blocks, HALF: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr,
-    KIND: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks start…stop - 1 of one kind: partial results into out and stat."""
+    """Blocks start…stop - 1 for the queries that see them so: partial results into out and stat."""
     DIMS: tl.constexpr = 4 * HP if FORM == WORDS else HP
     UNITS: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
     d = tl.arange(0, DIMS)
     for block in tl.range(start, stop, num_stages=STAGES):
-        full = first_full <= block
         left = position + 1 - block * BLOCK
         s = _scores(
-            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, full, left,
-            UNITS, HP, FORM, KIND, ASM,
+            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, left,
+            UNITS, HP, FORM, FULL, ASM,
         )  # fmt: skip
         most, total, o_low, o_high = _attend_block(
-            value_base, value_refine, value_scale, block, s, full, left,
-            HALF, DIMS, FORM, KIND, ASM,
+            value_base, value_refine, value_scale, block, s, left,
+            HALF, DIMS, FORM, FULL, ASM,
         )  # fmt: skip
-        keep = valid & (left > 0)
+        keep = valid & (left > 0) & ((first_full <= block) == FULL)
         tl.store(stat_ptr + stat_at + block, most, mask=keep)
         tl.store(stat_ptr + stat_at + max_blocks + block, total, mask=keep)
         at = (out_at + block * D)[None, :] + d[:, None]
@@ -314,25 +301,18 @@ def attend_split(
         key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
         vector = row.to(tl.int64) * heads + head
         out_at, stat_at = vector * max_blocks * D, vector * 4 * max_blocks
-        middle = tl.minimum(tl.maximum(tl.min(first_full, 0), start), stop)
-        end = middle
-        if FORM != WORDS:
-            end = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
+        # where queries differ, a block is walked both ways, each query keeping one result
+        base_stop = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
+        full_start = tl.minimum(tl.maximum(tl.min(first_full, 0), start), stop)
         _split_blocks(
-            key_base, key_refine, value_base, value_refine, key_scale, value_scale, start, middle,
-            q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at,
-            valid, max_blocks, HALF, HP, D, FORM, BASE, ASM, STAGES,
+            key_base, key_refine, value_base, value_refine, key_scale, value_scale, start,
+            base_stop, q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at,
+            stat_ptr, stat_at, valid, max_blocks, HALF, HP, D, FORM, False, ASM, STAGES,
         )  # fmt: skip
-        if FORM != WORDS:
-            _split_blocks(
-                key_base, key_refine, value_base, value_refine, key_scale, value_scale, middle, end,
-                q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr,
-                stat_at, valid, max_blocks, HALF, HP, D, FORM, MIXED, ASM, 1,
-            )  # fmt: skip
         _split_blocks(
-            key_base, key_refine, value_base, value_refine, key_scale, value_scale, end, stop,
-            q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at,
-            valid, max_blocks, HALF, HP, D, FORM, FULL, ASM, STAGES,
+            key_base, key_refine, value_base, value_refine, key_scale, value_scale, full_start,
+            stop, q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at,
+            stat_ptr, stat_at, valid, max_blocks, HALF, HP, D, FORM, True, ASM, STAGES,
         )  # fmt: skip
 
 

@@ -12,10 +12,7 @@ import triton.language as tl
 
 from edge_runtime.kernels.cuda import floats
 from edge_runtime.kernels.cuda.attention_kernels import (
-    BASE,
     BLOCK,
-    FULL,
-    MIXED,
     ROWS,
     _attend_block,
     _full_block,
@@ -28,16 +25,17 @@ from edge_runtime.kernels.cuda.attention_kernels import (
 @triton.jit
 def _most_of(
     top, key_base, key_refine, key_scale, start, stop, q_low, q_high, q_sum8, factor, position,
-    first_full, HALF: tl.constexpr, HP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    first_full, HALF: tl.constexpr, HP: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest score of each query in blocks start…stop - 1, and `top`."""
     for block in tl.range(start, stop, num_stages=STAGES):
         s = _scores(
             key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor,
-            first_full <= block, position + 1 - block * BLOCK, HALF, HP, ROWS, KIND, ASM,
+            position + 1 - block * BLOCK, HALF, HP, ROWS, FULL, ASM,
         )  # fmt: skip
-        top = tl.maximum(top, tl.max(s, 1))
+        mine = (first_full <= block) == FULL
+        top = tl.maximum(top, tl.where(mine, tl.max(s, 1), floats.NEG_INF))
     return top
 
 
@@ -45,22 +43,22 @@ def _most_of(
 def _add_blocks(
     y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
     value_scale, start, stop, q_low, q_high, q_sum8, factor, position, first_full,
-    HALF: tl.constexpr, HP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add blocks start…stop - 1, ascending."""
+    """Add blocks start…stop - 1, ascending, for the queries that see them so."""
     for block in tl.range(start, stop, num_stages=STAGES):
-        full = first_full <= block
         left = position + 1 - block * BLOCK
         s = _scores(
-            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, full, left,
-            HALF, HP, ROWS, KIND, ASM,
+            key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, left,
+            HALF, HP, ROWS, FULL, ASM,
         )  # fmt: skip
         most, block_sum, o_low, o_high = _attend_block(
-            value_base, value_refine, value_scale, block, s, full, left, HALF, HP, ROWS, KIND, ASM
+            value_base, value_refine, value_scale, block, s, left, HALF, HP, ROWS, FULL, ASM
         )
         # a block that no token of which is seen has weight exp(-inf) = 0 and sums of 0
-        c = floats.exp_nonpositive(most - top)
+        mine = (first_full <= block) == FULL
+        c = tl.where(mine, floats.exp_nonpositive(most - top), 0.0)
         y_low += o_low * c[:, None]
         y_high += o_high * c[:, None]
         total += block_sum * c
@@ -110,38 +108,30 @@ def attend_rows(
     key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
 
     stop = tl.max(position, 0) // BLOCK + 1
-    middle = tl.minimum(tl.min(first_full, 0), stop)
-    end = tl.minimum(tl.max(first_full, 0), stop)
+    # where queries differ, a block is walked both ways, each query keeping one result
+    base_stop = tl.minimum(tl.max(first_full, 0), stop)
+    full_start = tl.minimum(tl.min(first_full, 0), stop)
     top = tl.full((BQ,), floats.NEG_INF, tl.float32)
     top = _most_of(
-        top, key_base, key_refine, key_scale, 0, middle, q_low, q_high, q_sum8, factor, position,
-        first_full, HALF, HP, BASE, ASM, STAGES,
+        top, key_base, key_refine, key_scale, 0, base_stop, q_low, q_high, q_sum8, factor,
+        position, first_full, HALF, HP, False, ASM, STAGES,
     )  # fmt: skip
     top = _most_of(
-        top, key_base, key_refine, key_scale, middle, end, q_low, q_high, q_sum8, factor, position,
-        first_full, HALF, HP, MIXED, ASM, 1,
-    )  # fmt: skip
-    top = _most_of(
-        top, key_base, key_refine, key_scale, end, stop, q_low, q_high, q_sum8, factor, position,
-        first_full, HALF, HP, FULL, ASM, STAGES,
+        top, key_base, key_refine, key_scale, full_start, stop, q_low, q_high, q_sum8, factor,
+        position, first_full, HALF, HP, True, ASM, STAGES,
     )  # fmt: skip
     y_low = tl.zeros((BQ, HP), tl.float32)
     y_high = tl.zeros((BQ, HP), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     y_low, y_high, total = _add_blocks(
         y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
-        value_scale, 0, middle, q_low, q_high, q_sum8, factor, position, first_full,
-        HALF, HP, BASE, ASM, STAGES,
+        value_scale, 0, base_stop, q_low, q_high, q_sum8, factor, position, first_full,
+        HALF, HP, False, ASM, STAGES,
     )  # fmt: skip
     y_low, y_high, total = _add_blocks(
         y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
-        value_scale, middle, end, q_low, q_high, q_sum8, factor, position, first_full,
-        HALF, HP, MIXED, ASM, 1,
-    )  # fmt: skip
-    y_low, y_high, total = _add_blocks(
-        y_low, y_high, total, top, key_base, key_refine, value_base, value_refine, key_scale,
-        value_scale, end, stop, q_low, q_high, q_sum8, factor, position, first_full,
-        HALF, HP, FULL, ASM, STAGES,
+        value_scale, full_start, stop, q_low, q_high, q_sum8, factor, position, first_full,
+        HALF, HP, True, ASM, STAGES,
     )  # fmt: skip
     d = tl.arange(0, HP)
     at = ((row.to(tl.int64) * heads + head) * D)[:, None] + d[None, :]

@@ -38,7 +38,7 @@ from edge_runtime.kernels.cuda.numeric import (  # noqa: E402
 
 MAX_BLOCK = 32768  # longest row held in registers: 16 warps with 64 numbers a thread
 CHUNK = 1024  # of a feed-forward row, which is longer, for one program
-UNROLL = tl.constexpr(16)  # loads of the lane walk that are in flight together
+UNROLL = 16  # loads of the lane walk that are in flight together
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ def quantise_kernel(
 
 @triton.jit
 def norm_quantise_kernel(
-    x_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, eps, G: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, eps, G: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
     """x fp32 [M, K] is divided by its root mean square first."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * K
@@ -102,7 +103,7 @@ def norm_quantise_kernel(
             at = first + step * LANES + lane
             part = tl.load(x_row + at, mask=at < K, other=0.0)
             total = total + part * part
-    mean = tl.div_rn(fold_lanes(total), K.to(tl.float32))
+    mean = tl.div_rn(fold_lanes(total), tl.full((), K, tl.float32))
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     y = tl.where(i < K, x * factor, 0.0)
     _store_quantised(y, peak_bits(y), i, 0, row, codes_ptr, scale_ptr, sums_ptr, Kp, G, BLOCK)
@@ -167,7 +168,7 @@ def norm_quantise(
     block, warps = block_of(K, group_size)
     norm_quantise_kernel[(M,)](
         x, out.codes, out.scale, out.sums, K, padded(K, group_size), eps,
-        G=group_size, BLOCK=block, num_warps=warps, **EXACT,
+        G=group_size, BLOCK=block, UNROLL=UNROLL, num_warps=warps, **EXACT,
     )  # fmt: skip
     return out
 

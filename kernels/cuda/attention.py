@@ -45,11 +45,11 @@ def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) 
     """
     vectors = rows * group
     if rows > DECODE_ROWS:
-        return Tiles(form="rows", queries=64, warps=4)
+        return Tiles(form="rows", queries=32, warps=4)
     if vectors == 1 and head_dim % 8 == 0:
         return Tiles(form="words", queries=1)
     queries = min(32, max(fewest_columns, _power_of_two(vectors)))
-    return Tiles(form="cols", queries=queries, warps=1 if queries <= 16 else 2)
+    return Tiles(form="cols", queries=queries, warps=max(1, queries // 8))
 
 
 class Workspace:
@@ -120,7 +120,7 @@ def attention(
         softmax_scale(D),
         GROUP=group,
         D=D,
-        HP=_power_of_two(D // 8) if words else max(32, _power_of_two(D // 2)),
+        HP=padded_half(D, tiles.form),
         BQ=tiles.queries,
         SPLIT=tiles.split,
         FORM=(kernels.WORDS if words else kernels.COLS).value,
@@ -137,7 +137,7 @@ def attention(
         heads,
         max_blocks,
         D=D,
-        DP=_power_of_two(D),
+        DP=2 * padded_half(D, "cols"),
         CHUNK=512,
         UNROLL=tiles.unroll,
         num_warps=4,
@@ -174,7 +174,7 @@ def _attention_rows(
         softmax_scale(D),
         GROUP=group,
         D=D,
-        HP=max(32, _power_of_two(D // 2)),
+        HP=padded_half(D, tiles.form),
         BQ=tiles.queries,
         STAGES=tiles.stages,
         ASM=asm,
@@ -187,6 +187,14 @@ def _attention_rows(
 def softmax_scale(head_dim: int) -> float:
     """1/√D as fp32."""
     return float(np.float32(1.0) / np.sqrt(np.float32(head_dim)))
+
+
+def padded_half(head_dim: int, form: str) -> int:
+    """D/2 as the kernels hold it: a power of two, as words of four for "words", and at least the
+    32 bytes that an int8 product of a tensor core takes for "cols" and "rows"."""
+    if form == "words":
+        return max(4, _power_of_two(head_dim // 8))
+    return max(32 if form in ("cols", "rows") else 1, _power_of_two(head_dim // 2))
 
 
 def _planes(cache: LayerCache, dtype: torch.dtype) -> list[Tensor]:

@@ -55,7 +55,7 @@ def _int32(x):
 
 @triton.jit
 def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr):
-    """Plane bytes (WORDS: words) -> codes + 8 (base alone: 16·q4) of the low and the high nibbles."""
+    """Plane bytes (WORDS: words) -> codes + 8 (base alone: 16·q4) of low and of high nibbles."""
     if FORM == WORDS:
         low = (base << 4) & HIGH_NIBBLES
         high = base & HIGH_NIBBLES
@@ -70,11 +70,38 @@ def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.conste
 
 
 @triton.jit
+def _quarters(x):
+    """[..., 4·n] -> every fourth, from 0, 1, 2 and 3 on: what one 128-bit load brings."""
+    n: tl.constexpr = x.shape[len(x.shape) - 1] // 4
+    if len(x.shape) == 2:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], n, 2, 2]))
+    else:
+        even, odd = tl.split(tl.reshape(x, [1, n, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _dot_words(codes, words, total, ASM: tl.constexpr):
+    """Words of codes int32 [R, 4·n] times words [4·n], onto total: sums of four words [R, n]."""
+    c0, c1, c2, c3 = _quarters(codes)
+    w0, w1, w2, w3 = _quarters(words)
+    total += tl.zeros_like(c0)
+    total = dot4(c0, w0, total, ASM)
+    total = dot4(c1, w1, total, ASM)
+    total = dot4(c2, w2, total, ASM)
+    return dot4(c3, w3, total, ASM)
+
+
+@triton.jit
 def _key_dots(low, high, q_low, q_high, FORM: tl.constexpr, ASM: tl.constexpr):
     """Codes [64, half] of two halves times query codes -> int32 [64, Q] (ROWS: [Q, 64])."""
     if FORM == WORDS:
-        dots = dot4(high, q_high[None, :], tl.zeros_like(high), ASM)
-        dots = tl.sum(dot4(low, q_low[None, :], dots, ASM), 1)[:, None]
+        dots = _dot_words(high, q_high, 0, ASM)
+        dots = tl.sum(_dot_words(low, q_low, dots, ASM), 1)
+        # the sum lies four times in neighbouring lanes: this lays it out once, over all lanes
+        dots = tl.gather(dots, tl.arange(0, BLOCK), 0)[:, None]
     elif FORM == COLS:
         dots = tl.dot(low, q_low, out_dtype=tl.int32)
         dots = tl.dot(high, q_high, acc=dots, out_dtype=tl.int32)
@@ -88,8 +115,8 @@ def _key_dots(low, high, q_low, q_high, FORM: tl.constexpr, ASM: tl.constexpr):
 def _value_dots(codes, w_high, w_low, FORM: tl.constexpr, ASM: tl.constexpr):
     """Codes [half, 64] times the two limbs -> int32 [half, Q] (ROWS: [Q, half])."""
     if FORM == WORDS:
-        high = dot4(codes, w_high[None, :], tl.zeros_like(codes), ASM)
-        sums = tl.sum(dot4(codes, w_low[None, :], high * 256, ASM), 1)[:, None]
+        sums = _dot_words(codes, w_high, 0, ASM)
+        sums = tl.sum(_dot_words(codes, w_low, sums * 256, ASM), 1)[:, None]
     elif FORM == COLS:
         sums = tl.dot(codes, w_high, out_dtype=tl.int32) * 256
         sums = tl.dot(codes, w_low, acc=sums, out_dtype=tl.int32)
@@ -356,7 +383,9 @@ def combine(
             here = blocks > b + u
             at = stat_ptr + b + u
             c = tl.load(at + 2 * max_blocks, mask=here, other=0.0)
-            part = tl.load(out_ptr + (b + u) * D + d, mask=(d < D) & (d * 0 + (b + u) < blocks), other=0.0)
+            part = tl.load(
+                out_ptr + (b + u) * D + d, mask=(d < D) & (d * 0 + (b + u) < blocks), other=0.0
+            )
             y += part * c
             total += tl.load(at + 3 * max_blocks, mask=here, other=0.0)
     tl.store(y_ptr + vector.to(tl.int64) * D + d, tl.div_rn(y, total + tl.zeros_like(y)),

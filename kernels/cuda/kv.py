@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import require_triton
-from edge_runtime.kernels.cuda.attention import softmax_scale
+from edge_runtime.kernels.cuda.attention import padded_half, softmax_scale
 from edge_runtime.kernels.cuda.cache import LayerCache
 
 
@@ -56,7 +54,7 @@ def rope_kv(
         eps,
         softmax_scale(D),
         D=D,
-        HP=1 << math.ceil(math.log2(D // 2)),
+        HP=padded_half(D, "kv"),
         QK_NORM=head_norms is not None,
         ROTATE=rotate_kv,
         num_warps=1,

@@ -31,24 +31,21 @@ def _inverse_rms(x_ptr, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _hadamard(low, high, HALF: tl.constexpr, softmax_scale):
-    """Walsh-Hadamard of [low | high], strides rising, then times 1/√D. HALF is a power of two."""
-    x = tl.reshape(tl.permute(tl.join(low, high), [1, 0]), [2 * HALF])
-    stride: tl.constexpr = 1
-    x = _butterflies(x, 2 * HALF, stride)
-    x = x * softmax_scale
-    return tl.split(tl.permute(tl.reshape(x, [2, HALF]), [1, 0]))
+def _butterfly(x, d, STRIDE: tl.constexpr):
+    """(a, b) -> (a + b, a - b) on pairs (i, i + STRIDE)."""
+    other = tl.gather(x, d ^ STRIDE, 0)
+    return tl.where((d & STRIDE) == 0, x + other, other - x)
 
 
 @triton.jit
-def _butterflies(x, D: tl.constexpr, STRIDE: tl.constexpr):
-    a, b = tl.split(tl.permute(tl.reshape(x, [D // (2 * STRIDE), 2, STRIDE]), [0, 2, 1]))
-    x = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [D])
-    next_stride: tl.constexpr = 2 * STRIDE
-    if next_stride < D:
-        return _butterflies(x, D, next_stride)
-    else:
-        return x
+def _hadamard(low, high, HALF: tl.constexpr, softmax_scale):
+    """Walsh-Hadamard of [low | high], strides rising, then times 1/√D. HALF is a power of two."""
+    d = tl.arange(0, HALF)
+    for bit in tl.static_range(16):
+        if (1 << bit) < HALF:
+            low = _butterfly(low, d, 1 << bit)
+            high = _butterfly(high, d, 1 << bit)
+    return (low + high) * softmax_scale, (low - high) * softmax_scale
 
 
 @triton.jit

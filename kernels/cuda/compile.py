@@ -85,7 +85,9 @@ class Report:
     @property
     def wide_loads(self) -> int:
         """128-bit loads from global memory, into registers or shared memory."""
-        return sum(n for o, n in self.mix.items() if o.startswith(("LDG", "LDGSTS")) and ".128" in o)
+        return sum(
+            n for o, n in self.mix.items() if o.startswith(("LDG", "LDGSTS")) and ".128" in o
+        )
 
     @property
     def byte_loads(self) -> int:
@@ -100,6 +102,7 @@ def compile_kernel(
     constants: Mapping[str, Any],
     *,
     num_warps: int,
+    max_registers: int | None = None,
     arch: int = ORIN,
     unaligned: tuple[str, ...] = (),
 ) -> Compiled:
@@ -123,7 +126,7 @@ def compile_kernel(
         {(names.index(n),): value for n, value in constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "maxnreg": max_registers, "enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Compiled(
         name=built.metadata.name,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import require_triton
@@ -28,8 +29,10 @@ MAX_SMALL_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLinear:
-    """A nested matrix on a device. base, refine: uint8 [N, Kp/2]; mult: int16 [Kp/G, Np], N padded
-    with zeros; scale, bias: fp32 [N]. mult_rows: int16 [N, Kp/G], for the dp4a form only."""
+    """A nested matrix on a device. base, refine: uint8 [N/R, Kp/G, R, G/2], N padded with zeros to
+    tiles of R rows, so that a program reads a group of R rows as one piece; R = 1 is the canonical
+    order. mult: int16 [Kp/G, Np], N padded with zeros; scale, bias: fp32 [N]. mult_rows: int16
+    [N, Kp/G], for the dp4a form only (R = 1)."""
 
     base: Tensor
     refine: Tensor
@@ -42,34 +45,49 @@ class DeviceLinear:
     @property
     def num_outputs(self) -> int:
         """N."""
-        return self.base.shape[0]
+        return self.scale.shape[0]
 
     @property
     def num_inputs(self) -> int:
         """Kp, inputs with padding."""
-        return 2 * self.base.shape[1]
+        return self.mult.shape[0] * self.group_size
+
+    @property
+    def row_tile(self) -> int:
+        """R."""
+        return self.base.shape[2]
 
     @classmethod
     def from_weights(
-        cls, w: LinearWeights, device: torch.device | str, *, dot4: bool = False
+        cls, w: LinearWeights, device: torch.device | str, *, row_tile: int = 1, dot4: bool = False
     ) -> DeviceLinear:
-        """Copy canonical planes to a device. dot4: keep multipliers by row too."""
+        """Copy canonical planes to a device in tiles of `row_tile` rows (`tiles.ROW_TILES`). dot4:
+        keep multipliers by row too."""
 
         def send(array: np.ndarray[Any, Any]) -> Tensor:
-            return torch.from_numpy(np.array(array)).to(device)
+            return torch.from_numpy(np.array(array, order="C")).to(device)
 
         N, groups = w.mult.shape
         mult = np.zeros((groups, padded(N, MULT_PAD)), np.int16)
         mult[:, :N] = w.mult.T
         return cls(
-            base=send(w.base),
-            refine=send(w.refine),
+            base=send(tiled(w.base, groups, row_tile)),
+            refine=send(tiled(w.refine, groups, row_tile)),
             mult=send(mult),
             scale=send(w.scale),
             bias=None if w.bias is None else send(w.bias),
             group_size=w.group_size,
             mult_rows=send(w.mult) if dot4 else None,
         )
+
+
+def tiled(plane: NDArray[np.uint8], groups: int, row_tile: int) -> NDArray[np.uint8]:
+    """Reorder a canonical plane [N, Kp/2] to [N/R, Kp/G, R, G/2], N padded with zeros."""
+    N, half = plane.shape
+    rows = np.zeros((padded(N, row_tile), half), np.uint8)
+    rows[:N] = plane
+    tiles = rows.reshape(-1, row_tile, groups, half // groups)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
 
 
 def group_sums(codes: Tensor, group_size: int) -> Tensor:
@@ -113,9 +131,10 @@ def linear(
         "BN": tile.rows,
         "ASM": not kernels.INTERPRETED,
         "num_warps": tile.warps,
+        "maxnreg": tile.max_registers,
         "enable_fp_fusion": False,
     }
-    if tile.form == "dot4" and M == 1 and weight.mult_rows is not None:
+    if tile.form == "dot4" and M == 1 and weight.mult_rows is not None and weight.row_tile == 1:
         _launch_dot4(kernels, tensors, weight, tail, flags, tile)
         return out
     assert tile.form == "mma", f"{tile} for {M} rows, by-row multipliers: {weight.mult_rows}"
@@ -128,19 +147,16 @@ def linear(
         M,
         N,
         weight.mult.shape[1],
-        weight.base.shape[1],
+        weight.num_inputs // 2,
         EVEN=N % tile.rows == 0,
+        ROWS=weight.row_tile,
         BM=tile.columns,
-        UNROLL=unroll(weight.group_size, groups),
+        UNROLL=tile.unroll(weight.group_size, groups),
+        AHEAD=tile.ahead,
         STAGES=tile.stages,
         **flags,
     )
     return out
-
-
-def unroll(group_size: int, groups: int) -> int:
-    """Groups of a loop step: 64 bytes of a row at a time where the number of groups allows it."""
-    return 2 if group_size == 64 and groups % 2 == 0 else 1
 
 
 def _launch_dot4(
@@ -162,7 +178,7 @@ def _launch_dot4(
         weight.mult_rows,
         *tail,
         N,
-        quads,
+        QUADS=quads,
         EVEN=N % tile.rows == 0 and quads % tile.columns == 0,
         BQ=tile.columns,
         **flags,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda.compile import ORIN, Compiled, compile_kernel
 from edge_runtime.kernels.cuda.driver import Function
-from edge_runtime.kernels.cuda.linear import DeviceLinear, unroll
+from edge_runtime.kernels.cuda.linear import DeviceLinear
 from edge_runtime.kernels.cuda.tiles import Tile
 from edge_runtime.kernels.ops import View
 
@@ -36,7 +36,6 @@ _DOT4_TYPES = {
     "base_ptr": "*i32",
     "refine_ptr": "*i32",
     "N": "i32",
-    "quads": "i32",
 }
 
 
@@ -46,12 +45,14 @@ def compile_linear(
     group_size: int,
     *,
     groups: int = 2,
+    row_tile: int = 1,
     even: bool = True,
     bias: bool = False,
     residual: bool = False,
     arch: int = ORIN,
 ) -> Compiled:
-    """Compile one form. groups: of a row; only whether it is even matters, and only for G = 64."""
+    """Compile one form. groups: of a row; dot4 needs it as it is, mma how
+    far it can be unrolled."""
     from edge_runtime.kernels.cuda import linear_kernels as kernels
 
     constants = {
@@ -67,10 +68,11 @@ def compile_linear(
         return compile_kernel(
             kernels.linear_dot4,
             _DOT4_TYPES,
-            {**constants, "BQ": tile.columns},
+            {**constants, "BQ": tile.columns, "QUADS": groups * group_size // 32},
             num_warps=tile.warps,
+            max_registers=tile.max_registers,
             arch=arch,
-            unaligned=("N", "quads"),
+            unaligned=("N",),
         )
     return compile_kernel(
         kernels.linear_mma,
@@ -78,10 +80,13 @@ def compile_linear(
         {
             **constants,
             "BM": tile.columns,
-            "UNROLL": unroll(group_size, groups),
+            "UNROLL": tile.unroll(group_size, groups),
+            "AHEAD": tile.ahead,
+            "ROWS": row_tile,
             "STAGES": tile.stages,
         },
         num_warps=tile.warps,
+        max_registers=tile.max_registers,
         arch=arch,
         unaligned=("M", "N"),
     )
@@ -109,8 +114,8 @@ def launch_linear(
     tensors = (codes, sums, x_scale, weight.base, weight.refine, mult, weight.scale, bias, added)
     pointers = [t.data_ptr() for t in (*tensors, out)]
     if tile.form == "dot4":
-        grid, numbers = (-(-N // tile.rows),), [N, weight.num_inputs // 32]
+        grid, numbers = (-(-N // tile.rows),), [N]
     else:
         grid = (-(-N // tile.rows) * -(-M // tile.columns),)
-        numbers = [M, N, mult.shape[1], weight.base.shape[1]]
+        numbers = [M, N, mult.shape[1], weight.num_inputs // 2]
     function.launch(grid, [*pointers, *numbers], stream)

@@ -11,49 +11,69 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
+from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 MIN_COLUMNS = 8 if _VERSION >= (3, 5) else 16  # of an int8 tl.dot
 
 
 @triton.jit
-def _group(w, r, xl, xh, W8: tl.constexpr, ASM: tl.constexpr):
-    """One group: plane bytes uint8 [BN, G/2], x int8 [G/2, BM] twice -> int32 [BN, BM]."""
+def _group(acc, w, r, xl, xh, start, mult, W8: tl.constexpr, ASM: tl.constexpr):
+    """acc + mult · (start + dot): plane bytes uint8 [BN, G/2], x int8 [G/2, BM] twice, start int32
+    [BM] (-8·Σx in the w8 view), mult int16 [BN], acc int64 [BN, BM]."""
     if W8:
         low, high = w8_codes(w, r, ASM)
+        start, _ = tl.broadcast(start[None, :], acc)  # the tensor core adds it for nothing
+        dots = tl.dot(low, xl, acc=start, out_dtype=tl.int32)
     else:
         low, high = w4_codes(w, ASM)
-    dots = tl.dot(low, xl, out_dtype=tl.int32)
-    return tl.dot(high, xh, acc=dots, out_dtype=tl.int32)
+        dots = tl.dot(low, xl, out_dtype=tl.int32)
+    dots = tl.dot(high, xh, acc=dots, out_dtype=tl.int32)
+    mult, _ = tl.broadcast(mult.to(tl.int32)[:, None], dots)
+    return multiply_add(dots, mult, acc, ASM)
 
 
 @triton.jit
 def _pair_of_32(
-    acc, x_ptr, sum_ptr, base_ptr, refine_ptr, mult_ptr, rows, mult_stride, half_k, g,
-    W8: tl.constexpr, ASM: tl.constexpr,
+    acc,
+    x_ptr,
+    sum_ptr,
+    base_ptr,
+    refine_ptr,
+    mult_ptr,
+    rows,
+    cols,
+    mult_stride,
+    half_k,
+    g,
+    ROWS: tl.constexpr,
+    W8: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Add groups g and g + 1 of 32 inputs: their 2 · 16 plane bytes are one K of the tensor core,
     read once, and each group meets an x whose other half is zero. The second may not exist."""
     j = tl.arange(0, 32)
     live = g * 16 + j < half_k
-    w = tl.load(base_ptr + (g * 16 + j)[None, :], mask=live[None, :], other=0)
+    byte = (g + j // 16) * (16 * ROWS) + j % 16
+    w = tl.load(base_ptr + byte[None, :], mask=live[None, :], other=0)
     r = w
     if W8:
-        r = tl.load(refine_ptr + (g * 16 + j)[None, :], mask=live[None, :], other=0)
+        r = tl.load(refine_ptr + byte[None, :], mask=live[None, :], other=0)
     at = x_ptr + (g * 32 + (j // 16) * 32 + j % 16)[:, None]
-    xl = tl.load(at, mask=live[:, None], other=0)
-    xh = tl.load(at + 16, mask=live[:, None], other=0)
+    live = live[:, None] & cols[None, :]
+    xl = tl.load(at, mask=live, other=0)
+    xh = tl.load(at + 16, mask=live, other=0)
     for k in tl.static_range(2):
         mine = (j // 16 == k)[:, None]
         none = tl.zeros_like(xl)
-        dots = _group(w, r, tl.where(mine, xl, none), tl.where(mine, xh, none), W8, ASM)
         at_g = tl.minimum(g + k, half_k // 16 - 1)
+        start = cols.to(tl.int32)
         if W8:
             eight = tl.where(at_g == g + k, 8, 0)  # a group that is not there has no sum
-            dots -= eight * tl.load(sum_ptr + at_g)[None, :]
+            start = -eight * tl.load(sum_ptr + at_g, mask=cols, other=0)
         mult = tl.load(mult_ptr + at_g * mult_stride, mask=rows, other=0)
-        acc += dots.to(tl.int64) * mult.to(tl.int64)[:, None]
+        xl_k, xh_k = tl.where(mine, xl, none), tl.where(mine, xh, none)
+        acc = _group(acc, w, r, xl_k, xh_k, start, mult, W8, ASM)
     return acc
 
 
@@ -62,7 +82,7 @@ def linear_mma(
     x_ptr,  # int8 [M, 2·half_k]
     sum_ptr,  # int32 [M, 2·half_k/G]
     x_scale_ptr,  # fp32 [M]
-    base_ptr,  # uint8 [N, half_k]
+    base_ptr,  # uint8 [N/ROWS, 2·half_k/G, ROWS, G/2], N padded to ROWS
     refine_ptr,  # the same; not read in the w4 view
     mult_ptr,  # int16 [2·half_k/G, mult_stride]
     scale_ptr,  # fp32 [N]
@@ -78,9 +98,11 @@ def linear_mma(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,  # BN divides N
+    ROWS: tl.constexpr,  # of a tile of the planes; 1 is the canonical order
     BN: tl.constexpr,  # weight rows of a program
     BM: tl.constexpr,  # tokens of a program
     UNROLL: tl.constexpr,  # groups of a loop step; divides their number
+    AHEAD: tl.constexpr,  # multipliers are read one group ahead
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -91,13 +113,16 @@ def linear_mma(
     pid_n = pid // num_m
     rn = pid_n * BN + tl.arange(0, BN)
     rm = (pid - pid_n * num_m) * BM + tl.arange(0, BM)
-    cm = tl.minimum(rm, M - 1)  # rows past the end repeat the last one: no mask in the loop
+    rows, cols = rn < N, rm < M
+    cm = tl.minimum(rm, M - 1)
     if EVEN:
         cn = rn
     else:
         cn = tl.minimum(rn, N - 1)
-    base_ptr += cn.to(tl.int64)[:, None] * half_k
-    refine_ptr += cn.to(tl.int64)[:, None] * half_k
+    H_ROWS: tl.constexpr = H * ROWS  # bytes from a group to the next
+    row = (cn // ROWS * ROWS).to(tl.int64) * half_k + cn % ROWS * H
+    base_ptr += row[:, None]
+    refine_ptr += row[:, None]
     x_ptr += cm[None, :] * (2 * half_k)
     groups = half_k // H
     sum_ptr += cm * groups
@@ -106,37 +131,55 @@ def linear_mma(
     if G == 32:  # the tensor core takes 32 bytes a time: two groups a step
         for pair in tl.range(0, tl.cdiv(groups, 2), num_stages=STAGES):
             acc = _pair_of_32(
-                acc, x_ptr, sum_ptr, base_ptr, refine_ptr, mult_ptr, rn < N, mult_stride, half_k,
-                2 * pair, W8, ASM,
+                acc,
+                x_ptr,
+                sum_ptr,
+                base_ptr,
+                refine_ptr,
+                mult_ptr,
+                rows,
+                cols,
+                mult_stride,
+                half_k,
+                2 * pair,
+                ROWS,
+                W8,
+                ASM,
             )
     else:
         j = tl.arange(0, H)
         base_ptr += j[None, :]
         refine_ptr += j[None, :]
         x_ptr += j[:, None]
+        ahead = tl.load(mult_ptr, mask=rows, other=0)
         for step in tl.range(0, groups // UNROLL, num_stages=STAGES):
             for u in tl.static_range(UNROLL):
                 g = step * UNROLL + u
-                w = tl.load(base_ptr + g * H)
+                w = tl.load(base_ptr + g * H_ROWS)
                 r = w
                 if W8:
-                    r = tl.load(refine_ptr + g * H)
-                xl = tl.load(x_ptr + g * G)
-                xh = tl.load(x_ptr + g * G + H)
-                if EVEN:
+                    r = tl.load(refine_ptr + g * H_ROWS)
+                # a row of x that is not there is not read: many programs reading one line is slow
+                xl = tl.load(x_ptr + g * G, mask=cols[None, :], other=0)
+                xh = tl.load(x_ptr + g * G + H, mask=cols[None, :], other=0)
+                mult = ahead
+                if AHEAD:
+                    at = mult_ptr + tl.minimum(g + 1, groups - 1) * mult_stride
+                    ahead = tl.load(at, mask=rows, other=0)
+                elif EVEN:
                     mult = tl.load(mult_ptr + g * mult_stride)
                 else:
-                    mult = tl.load(mult_ptr + g * mult_stride, mask=rn < N, other=0)
-                dots = _group(w, r, xl, xh, W8, ASM)
+                    mult = tl.load(mult_ptr + g * mult_stride, mask=rows, other=0)
+                start = cm
                 if W8:
-                    dots -= 8 * tl.load(sum_ptr + g)[None, :]
-                acc += dots.to(tl.int64) * mult.to(tl.int64)[:, None]
+                    start = -8 * tl.load(sum_ptr + g, mask=cols, other=0)
+                acc = _group(acc, w, r, xl, xh, start, mult, W8, ASM)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + cm)[None, :]
     y *= tl.load(scale_ptr + cn)[:, None]
     if BIAS:
         y += tl.load(bias_ptr + cn)[:, None]
     at = rm.to(tl.int64)[None, :] * N + rn[:, None]
-    mask = (rn < N)[:, None] & (rm < M)[None, :]
+    mask = rows[:, None] & cols[None, :]
     if RESIDUAL:
         y += tl.load(residual_ptr + at, mask=mask, other=0.0)
     tl.store(y_ptr + at, y, mask=mask)
@@ -155,12 +198,12 @@ def linear_dot4(
     residual_ptr,  # fp32 [1, N]
     y_ptr,  # fp32 [1, N]
     N,
-    quads,  # Kp/32: a quad is four words of a plane, 32 weights of one group
+    QUADS: tl.constexpr,  # Kp/32: a quad is four words of a plane, 32 weights of one group
     G: tl.constexpr,
     W8: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr,  # BN divides N and BQ divides quads
+    EVEN: tl.constexpr,  # BN divides N and BQ divides QUADS
     BN: tl.constexpr,  # weight rows of a program
     BQ: tl.constexpr,  # quads of a loop step, each in one lane
     ASM: tl.constexpr,
@@ -171,13 +214,13 @@ def linear_dot4(
     q = tl.arange(0, BQ)
     e = tl.arange(0, 4)
     cn = rn if EVEN else tl.minimum(rn, N - 1)
-    words = cn.to(tl.int64)[:, None, None] * (quads * 4) + (q[:, None] * 4 + e[None, :])[None]
-    mult_row = mult_ptr + cn.to(tl.int64)[:, None] * (quads // Q)
+    words = cn.to(tl.int64)[:, None, None] * (QUADS * 4) + (q[:, None] * 4 + e[None, :])[None]
+    mult_row = mult_ptr + cn.to(tl.int64)[:, None] * (QUADS // Q)
     x_words = ((q // Q) * (G // 4) + (q % Q) * 4)[:, None] + e[None, :]
     acc = tl.zeros((BN, BQ), tl.int64)
     zero = tl.zeros((BN, BQ, 4), tl.int32)
-    for start in range(0, quads, BQ):
-        live = (start + q) < quads
+    for start in range(0, QUADS, BQ):
+        live = (start + q) < QUADS
         g = (start + q) // Q
         if EVEN:
             w = tl.load(base_ptr + words + start * 4, eviction_policy="evict_first")
@@ -205,7 +248,7 @@ def linear_dot4(
         if W8:  # once a group: its first quad takes the correction of all
             first = live & ((start + q) % Q == 0)
             dots -= 8 * tl.load(sum_ptr + g, mask=first, other=0)[None, :]
-        acc += dots.to(tl.int64) * mult.to(tl.int64)
+        acc = multiply_add(dots, mult.to(tl.int32), acc, ASM)
     total = tl.sum(acc, axis=1)
     mask = rn < N
     y = (total.to(tl.float32) * tl.load(x_scale_ptr)) * tl.load(scale_ptr + cn)

@@ -20,6 +20,19 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     stages: int = 3
+    step: int = 128  # inputs of a loop step, where the number of groups allows it
+    max_registers: int | None = None
+
+    def unroll(self, group_size: int, groups: int) -> int:
+        """Groups of a loop step; it divides their number."""
+        most = max(1, self.step // group_size)
+        return next(u for u in range(most, 0, -1) if groups % u == 0)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether multipliers are read a step ahead: with less than 4 bytes of them for a thread
+        they cannot be copied to shared memory in the background."""
+        return self.rows < 64 * self.warps
 
 
 class Line(NamedTuple):

@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 
 # lop3 tables: 0xE2 is (mask & b) | (~mask & a) with the mask as second operand
-_W8_LOW = tl.constexpr(
-    "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, $2, 0xE2; }"
-)
-_W8_HIGH = tl.constexpr(
-    "{ .reg .b32 t; shr.u32 t, $2, 4; lop3.b32 $0, $1, 0xF0F0F0F0, t, 0xE2; }"
-)
+_W8_LOW = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, $2, 0xE2; }")
+_W8_HIGH = tl.constexpr("{ .reg .b32 t; shr.u32 t, $2, 4; lop3.b32 $0, $1, 0xF0F0F0F0, t, 0xE2; }")
 _W4_LOW = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }")
+# as mad.wide.s32 ptxas makes three instructions of it, in this form one
+_MULTIPLY_ADD = tl.constexpr("{ .reg .b64 t; mul.wide.s32 t, $1, $2; add.s64 $0, $3, t; }")
 _W4_HIGH = tl.constexpr("and.b32 $0, $1, 0xF0F0F0F0;")
 
 
@@ -70,4 +68,21 @@ def dot4(a, b, c, ASM: tl.constexpr):
         total = c
         for byte in tl.static_range(4):
             total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return total
+
+
+@triton.jit
+def multiply_add(dots, mult, acc, ASM: tl.constexpr):
+    """acc + dots · mult: int32, int32, int64 [...]; exact."""
+    if ASM:
+        total = tl.inline_asm_elementwise(
+            _MULTIPLY_ADD,
+            "=l,r,r,l",
+            [dots, mult, acc],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        total = acc + dots.to(tl.int64) * mult.to(tl.int64)
     return total

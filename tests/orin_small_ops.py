@@ -26,11 +26,21 @@ IDS = {"ids_ptr": "*i32"}
 
 # kernel, warps, constants, types that differ
 CASES: list[tuple[Any, int, dict[str, Any], dict[str, str]]] = [
-    (activations.quantise_kernel, 1, {"G": 64, "BLOCK": 1024}, {}),
-    (activations.quantise_kernel, 4, {"G": 128, "BLOCK": 4096}, {}),
-    (activations.norm_quantise_kernel, 1, {"G": 64, "BLOCK": 1024, "UNROLL": 16}, {}),
-    (activations.norm_quantise_kernel, 4, {"G": 128, "BLOCK": 4096, "UNROLL": 16}, {}),
-    (activations.norm_quantise_kernel, 16, {"G": 128, "BLOCK": 32768, "UNROLL": 16}, {}),
+    *(
+        (activations.quantise_kernel, warps, {"G": 64, "BLOCK": block}, {})
+        for block, warps in ((256, 2), (1024, 8), (4096, 8), (16384, 8), (32768, 16))
+    ),
+    *(
+        (activations.norm_quantise_kernel, warps, {"G": 64, "BLOCK": block, "UNROLL": unroll}, {})
+        for block, warps, unroll in (
+            (256, 2, 8),
+            (1024, 4, 8),
+            (4096, 4, 32),
+            (8192, 4, 64),
+            (16384, 16, 64),
+            (32768, 16, 64),
+        )
+    ),
     (activations.silu_mul_kernel, 4, {"CHUNK": 1024}, {}),
     (activations.quantise_chunks_kernel, 4, {"G": 128, "CHUNK": 1024, "CHUNKS": 16}, {}),
     (embedding.embed_kernel, 2, {"HAS_ROWS": False, "BLOCK": 1024}, IDS),

@@ -6,7 +6,8 @@ codes int8 [M, Kp] (zero from K on), scale fp32 [M], group sums of the codes int
 A row with NaN or infinity gets codes 0 and scale NaN, which the next linear passes on.
 
 A row of the residual stream stays in registers from the first read to the codes. The sum of squares
-has a fixed order (32 strided lanes ascending), so each warp walks it, re-reading the row from L1. A
+has a fixed order (32 strided lanes ascending), so each warp walks it, re-reading the row from L1,
+UNROLL loads at a time. A
 feed-forward row is spread over programs, and its peak is found between two launches: on one
 multiprocessor of an Orin it would take about 10 us.
 """
@@ -38,7 +39,6 @@ from edge_runtime.kernels.cuda.numeric import (  # noqa: E402
 
 MAX_BLOCK = 32768  # longest row held in registers: 16 warps with 64 numbers a thread
 CHUNK = 1024  # of a feed-forward row, which is longer, for one program
-UNROLL = 16  # loads of the lane walk that are in flight together
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def norm_quantise_kernel(
             at = first + step * LANES + lane
             part = tl.load(x_row + at, mask=at < K, other=0.0)
             total = total + part * part
-    mean = tl.div_rn(fold_lanes(total), tl.full((), K, tl.float32))
+    size = (row * 0 + K).to(tl.float32)  # K may be a constant
+    mean = tl.div_rn(fold_lanes(total), size)
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     y = tl.where(i < K, x * factor, 0.0)
     _store_quantised(y, peak_bits(y), i, 0, row, codes_ptr, scale_ptr, sums_ptr, Kp, G, BLOCK)
@@ -138,11 +139,22 @@ def quantise_chunks_kernel(
     _store_quantised(y, most, i, chunk, row, codes_ptr, scale_ptr, sums_ptr, Kp, G, CHUNK)
 
 
-def block_of(num_inputs: int, group_size: int) -> tuple[int, int]:
-    """Return the block a row of this length is read as, and the warps that hold it."""
-    block = max(triton.next_power_of_2(num_inputs), group_size)
+def block_of(num_inputs: int, group_size: int) -> int:
+    """Return the block a row of this length is read as."""
+    block: int = max(triton.next_power_of_2(num_inputs), group_size)
     assert block <= MAX_BLOCK, f"a row of {num_inputs} numbers, at most {MAX_BLOCK} fit"
-    return block, min(max(block // 1024, 1), 16)
+    return block
+
+
+def quantise_shape(block: int) -> dict[str, int]:
+    """Return the launch of `quantise_kernel`, as measured best at 1 and 8 rows (H200)."""
+    return {"num_warps": min(max(block // 128, 1), 8 if block < MAX_BLOCK else 16)}
+
+
+def norm_shape(block: int) -> dict[str, int]:
+    """Return the launch of `norm_quantise_kernel`: every warp does the whole lane walk, so few."""
+    warps = min(max(block // 128, 1), 4 if block <= 8192 else 16)
+    return {"num_warps": warps, "UNROLL": min(max(block // 128, 8), 64)}
 
 
 def quantise(x: Tensor, group_size: int, out: Activation | None = None) -> Activation:
@@ -150,10 +162,10 @@ def quantise(x: Tensor, group_size: int, out: Activation | None = None) -> Activ
     M, K = x.shape
     assert x.is_contiguous()
     out = out or new_activation(M, K, group_size, x.device)
-    block, warps = block_of(K, group_size)
+    block = block_of(K, group_size)
     quantise_kernel[(M,)](
         x, out.codes, out.scale, out.sums, K, padded(K, group_size),
-        G=group_size, BLOCK=block, num_warps=warps, **EXACT,
+        G=group_size, BLOCK=block, **quantise_shape(block), **EXACT,
     )  # fmt: skip
     return out
 
@@ -165,10 +177,10 @@ def norm_quantise(
     M, K = x.shape
     assert x.is_contiguous()
     out = out or new_activation(M, K, group_size, x.device)
-    block, warps = block_of(K, group_size)
+    block = block_of(K, group_size)
     norm_quantise_kernel[(M,)](
         x, out.codes, out.scale, out.sums, K, padded(K, group_size), eps,
-        G=group_size, BLOCK=block, UNROLL=UNROLL, num_warps=warps, **EXACT,
+        G=group_size, BLOCK=block, **norm_shape(block), **EXACT,
     )  # fmt: skip
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +25,14 @@ from edge_runtime.cli.options import (
     threads_option,
     user_path,
 )
-from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
+from edge_runtime.errors import (
+    BackendUnavailable,
+    BudgetError,
+    CheckpointError,
+    InternalError,
+    UsageError,
+    cut,
+)
 
 if TYPE_CHECKING:
     from edge_runtime.format.manifest import Manifest
@@ -95,10 +103,8 @@ def _gamma(text: str) -> int | None:
     "--gamma",
     "gammas",
     type=Parsed("numbers", listed("gamma", _gamma)),
-    default="auto",
-    show_default=True,
     metavar="LIST",
-    help="Tokens that nest drafts each cycle: auto or 1 to 7.",
+    help="Tokens that nest drafts each cycle: auto or 1 to 7.  [default: auto]",
 )
 @click.option(
     "-n", "--new-tokens", type=click.IntRange(2, 100_000), default=64, show_default=True,
@@ -114,23 +120,20 @@ def _gamma(text: str) -> int | None:
 )
 @click.option(
     "--power-source",
-    default="auto",
-    show_default=True,
     metavar="NAME",
-    help="auto, tegrastats, ina3221, jtop, nvml, replay:FILE or none.",
+    help="auto, tegrastats, ina3221, jtop, nvml, replay:FILE or none.  [default: auto]",
 )
 @click.option(
     "--max-context", is_flag=True, help="Prove the longest context by running it, in a process."
 )
 @click.option(
     "--prompt-file",
-    type=click.Path(path_type=Path),
     metavar="FILE",
     help="Text whose beginning is the prompt.  [default: text that comes with the program]",
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=Parsed("folder", user_path),
     metavar="DIR",
     help="Write profile.json and report.html there.",
 )
@@ -151,14 +154,44 @@ def command(model: str, as_json: bool, **asked: Any) -> None:
     from edge_runtime.cli.progress import Progress
     from edge_runtime.measure import report
 
+    _check(asked)
     document = _measure(model, asked, Progress())
     for line in report.lines(document):
         click.echo(line, err=as_json)
-    if asked["out"] is not None:
-        _write(asked["out"], document)
-        click.echo(f"written: {asked['out'] / 'report.html'}", err=as_json)
     if as_json:
         print_document(document)
+    if asked["out"] is not None:
+        _write(asked["out"], document)
+        click.echo(f"written: {asked['out'] / 'report.html'}", err=True)
+    _judge(document, asked["require_energy"])
+
+
+def _check(asked: dict[str, Any]) -> None:
+    """Refuse what would be asked for in vain."""
+    energy = asked["energy"] or asked["require_energy"]
+    vain = {
+        "--power-source": asked["power_source"] is not None and not energy,
+        "--gamma": asked["gammas"] is not None and "nest" not in asked["modes"],
+        "--original": asked["original"] is not None and "fp16" not in asked["modes"],
+    }
+    needs = {"--power-source": "--energy", "--gamma": "nest in --modes", "--original": "fp16"}
+    for option, in_vain in vain.items():
+        if in_vain:
+            raise UsageError(f"{option} has no effect without {needs[option]}")
+
+
+def _judge(document: dict[str, Any], require_energy: bool) -> None:
+    """Leave with an error where nothing was measured, or not what had to be."""
+    rows = document["rows"]
+    if document["crashes"]:
+        raise InternalError("; ".join(document["crashes"]), "report it with the command you gave")
+    if not any(row["status"] == "ok" for row in rows):
+        raise BudgetError(f"nothing could be measured: {rows[0]['reason']}")
+    if require_energy and not any(row["j_per_token"] is not None for row in rows):
+        raise BackendUnavailable(
+            "no run was long enough for the power sensor",
+            "decode more: -n 512, or --repeats 10; each row says how long it must be",
+        )
 
 
 def _measure(model: str, asked: dict[str, Any], progress: Any) -> dict[str, Any]:
@@ -171,7 +204,8 @@ def _measure(model: str, asked: dict[str, Any], progress: Any) -> dict[str, Any]
     if out is not None:
         _make_folder(out)
     wishes = _wishes(path, asked, manifest)
-    document: dict[str, Any] = {"model": path.name, "device": None, "energy": None}
+    name = path.name.encode("utf-8", "replace").decode()
+    document: dict[str, Any] = {"model": name, "device": None, "energy": None}
     with _meter(asked) as (joules, why):
         if joules is not None:
             joules.measure_idle(IDLE_S)
@@ -179,7 +213,7 @@ def _measure(model: str, asked: dict[str, Any], progress: Any) -> dict[str, Any]
             document |= profile.measure(wishes, energy=joules, progress=progress)
         if joules is not None:
             joules.stop()
-            profile.add_energy(document["rows"], joules)
+            document["warnings"] += profile.add_energy(document["rows"], joules)
             document["energy"] = joules.summary()
             if document["energy"]["source"] == "replay":
                 document["warnings"].append("joules are those of a log, not of this machine")
@@ -196,19 +230,24 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
     longest = manifest.spec.max_position - asked["new_tokens"]
     contexts = asked["contexts"]
     if contexts is None:
-        contexts = tuple(c for c in CONTEXTS if c <= longest) or (max(1, longest),)
+        contexts = tuple(c for c in CONTEXTS if c <= longest) or (longest,)
+    if longest < 1:
+        raise UsageError(
+            f"-n {asked['new_tokens']}: this model was made for {manifest.spec.max_position} "
+            "positions, prompt and answer together"
+        )
     for context in contexts:
         if context > longest:
             raise UsageError(
                 f"--context {context} and {asked['new_tokens']} new tokens: this model was made "
                 f"for {manifest.spec.max_position} positions",
-                f"--context {max(1, longest)} is the longest",
+                f"--context {longest} is the longest",
             )
     return Wishes(
         model=str(path.absolute()),
         modes=asked["modes"],
         contexts=contexts,
-        gammas=asked["gammas"],
+        gammas=asked["gammas"] or (None,),
         new_tokens=asked["new_tokens"],
         repeats=asked["repeats"],
         text=_text(asked["prompt_file"]),
@@ -222,18 +261,14 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
     )
 
 
-def _text(file: Path | None) -> str:
+def _text(file: str | None) -> str:
     if file is None:
         return ""
-    path = user_path(str(file))
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 text ({error.reason})") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    from edge_runtime.cli.generate import read_text
+
+    text = read_text(file)
     if not text.strip():
-        raise CheckpointError(f"{path}: there is no text in it")
+        raise CheckpointError(f"{file}: there is no text in it")
     return text
 
 
@@ -247,7 +282,7 @@ def _meter(asked: dict[str, Any]) -> Iterator[tuple[Joules | None, str]]:
     from edge_runtime.power import PowerUnavailable
 
     try:
-        joules = Joules(asked["power_source"])
+        joules = Joules(asked["power_source"] or "auto")
     except PowerUnavailable as error:
         if asked["require_energy"]:
             raise
@@ -264,10 +299,13 @@ def _proof(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
 
 
 def _make_folder(out: Path) -> None:
+    """Make the folder and prove that it can be written to, before anything is measured."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
     except OSError as error:
-        raise BudgetError(f"{out}: cannot make this folder: {error.strerror or error}") from None
+        raise BudgetError(f"{out}: cannot write there: {error.strerror or error}") from None
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
@@ -275,5 +313,8 @@ def _write(out: Path, document: dict[str, Any]) -> None:
     from edge_runtime.measure import html
 
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(out / "profile.json", text.encode())
-    write_atomic(out / "report.html", html.page(document).encode())
+    try:
+        write_atomic(out / "profile.json", text.encode("utf-8", "replace"))
+        write_atomic(out / "report.html", html.page(document).encode("utf-8", "replace"))
+    except OSError as error:
+        raise BudgetError(f"{out}: cannot write there: {error.strerror or error}") from None

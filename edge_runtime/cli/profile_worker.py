@@ -32,7 +32,7 @@ def main() -> None:
     log.configure(-1)
     from edge_runtime.measure import worker
 
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=worker.Job)
+    job = msgspec.convert(json.load(sys.stdin), worker.Job)
     try:
         with _engine(job) as engine:
             worker.run(engine, job, emit)

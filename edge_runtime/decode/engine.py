@@ -241,7 +241,8 @@ class Engine:
             del self._keys[kept:]
         self.model.backend.relieve(self.cache, len(self._keys) if kept is None else kept)
         freed = max(0, before - process.memory_info().rss)
-        log.warning("memory is low: gave %.1f MiB back", freed / 2**20)
+        level = logging.WARNING if self.watch.fell else logging.DEBUG
+        log.log(level, "memory is low: gave %.1f MiB back", freed / 2**20)
         return freed
 
     def close(self) -> None:

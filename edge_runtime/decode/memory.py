@@ -76,7 +76,7 @@ def room_bytes(runtime_bytes: int, reserve_bytes: int) -> int:
     free = machine.available_bytes()
     if free is None:
         free = psutil.virtual_memory().available
-    own = min(rss_bytes(), runtime_bytes)
+    own = min(anonymous_bytes(), runtime_bytes)
     return free + own - footprint.reserve_bytes(reserve_bytes, machine.total_bytes())
 
 
@@ -89,9 +89,10 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
+def anonymous_bytes() -> int:
+    """Memory that is this process's alone; libraries may be there, and paid for, anyway."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def peak_rss_bytes() -> int:

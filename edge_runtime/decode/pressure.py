@@ -30,6 +30,7 @@ class MemoryWatch:
     reserve_bytes: int = 0
     root: Path = machine.ROOT
     low: bool = False  # at the last look
+    fell: bool = False  # then, and not at the one before
     looks: int = field(default=0, repr=False)
     _next: float = field(default=0.0, repr=False)
 
@@ -38,17 +39,18 @@ class MemoryWatch:
         self.reserve_bytes = reserve_bytes(self.reserve_bytes, machine.total_bytes(self.root))
 
     def due(self) -> bool:
-        """Look if the last look is old; return whether memory is low."""
+        """Look if the last look is old; return whether it was made and memory is low."""
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LOOK_EVERY_S
-            self.look()
-        return self.low
+        if now < self._next:
+            return False
+        self._next = now + LOOK_EVERY_S
+        return bool(self.look())
 
     def look(self) -> str:
         """Look now; return why memory is low, or nothing."""
         self.looks += 1
         why = self._why()
+        self.fell = bool(why) and not self.low
         self.low = bool(why)
         return why
 

@@ -7,6 +7,7 @@ a shard is there whole or not at all, `resume/identity` says which conversion it
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -170,9 +171,14 @@ def digest(text: str) -> str:
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    _sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        _sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _pretty(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from edge_runtime import machine
-from edge_runtime.errors import BitnestError, BudgetError, InternalError
+from edge_runtime.errors import BitnestError, BudgetError
 from edge_runtime.measure.worker import Job
 
 LOOK_EVERY_S = 0.05
@@ -35,6 +35,7 @@ class Outcome:
     status: Status
     reason: str = ""
     hint: str = ""
+    crash: str = ""  # of the program, not for want of memory
     events: list[Event] = field(default_factory=list)
     least_available_bytes: int | None = None  # of the machine, while it ran
 
@@ -61,6 +62,14 @@ def run(
     any error of the child is a reason for `refused`; else errors other than BudgetError are raised.
     """
     outcome = Outcome("ok")
+    available = machine.available_bytes()
+    if available is not None and available < floor_bytes:
+        outcome.status = "refused"
+        outcome.reason = (
+            f"{available / 2**20:.0f} MiB are available and {floor_bytes / 2**20:.0f} MiB are to "
+            "stay free"
+        )
+        return outcome
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", WORKER] if sys.version_info >= (3, 11) else
@@ -93,7 +102,8 @@ def _talk(
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(msgspec.json.encode(job))
+        # in ASCII: a folder's name may be no UTF-8
+        process.stdin.write(json.dumps(msgspec.to_builtins(job)).encode())
         process.stdin.close()
     except BrokenPipeError:
         pass  # it died at once; its exit code says how
@@ -144,4 +154,5 @@ def _judge(code: int, outcome: Outcome, may_fail: bool) -> None:
         return
     if code in (-signal.SIGINT, 130):
         raise KeyboardInterrupt
-    raise InternalError(f"the measuring process ended with {code} and said nothing")
+    outcome.status = "refused"
+    outcome.crash = outcome.reason = f"the measuring process ended with {code} and said nothing"

@@ -95,6 +95,7 @@ def measure(
     count = sum(len(ways) for _, ways in todo) * (wishes.repeats + 1)
     shown = _Shown(progress, count)
     rows: list[dict[str, Any]] = []
+    crashes: list[str] = []
     for context, ways in todo:
         shown.context = context
         outcome = child.run(
@@ -105,11 +106,14 @@ def measure(
         )
         if energy is not None:
             _count_warm_up(outcome, energy)
+        if outcome.crash:
+            crashes.append(f"{context} tokens: {outcome.crash}")
         rows += [_row(way, context, outcome, energy) for way in ways]
     _compare(rows)
     after = state.snapshot()
     return {
         "rows": rows,
+        "crashes": crashes,
         "state": before | {"after": after["board"]},
         "warnings": [*state.warnings(before, after), *_noise(rows)],
     }
@@ -211,8 +215,10 @@ def _count_warm_up(outcome: Outcome, energy: Joules) -> None:
             energy.add("warm-up", phases[0][1], phases[-1][2])
 
 
-def add_energy(rows: Iterable[dict[str, Any]], energy: Joules) -> None:
-    """Fill in the energy of rows, once the meter has sampled past the last of them."""
+def add_energy(rows: Iterable[dict[str, Any]], energy: Joules) -> list[str]:
+    """Fill in the energy of rows, once the meter has sampled past the last of them; return why
+    rows have no joules."""
+    notes = []
     for row in rows:
         if row["energy"] is None:
             continue
@@ -220,6 +226,8 @@ def add_energy(rows: Iterable[dict[str, Any]], energy: Joules) -> None:
         for phase in ("decode", *PHASES):
             row["energy"][phase] = energy.document(window(way, row["context"], phase))
         decode = row["energy"]["decode"]
+        if decode is not None and decode["gross_j"] is None:
+            notes.append(f"{way.name} at {row['context']} tokens: {decode['note']}")
         if decode is not None and decode["gross_j"] is not None:
             tokens = row["energy"]["new_tokens"]
             row["j_per_token"] = decode["gross_j"] / tokens
@@ -229,6 +237,7 @@ def add_energy(rows: Iterable[dict[str, Any]], energy: Joules) -> None:
                 decode["low_j"] / tokens,
                 decode["high_j"] / tokens,
             ]
+    return notes
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

@@ -77,7 +77,8 @@ def prove(
         else:
             bad = context
         context = _next(good, bad, longest, budget_bytes, block_bytes, tries[-1])
-        if (context - good) // KV_BLOCK * block_bytes <= budget_bytes * CLOSE_ENOUGH:
+        gain = (context - good) // KV_BLOCK * block_bytes
+        if context <= good or (good and gain <= budget_bytes * CLOSE_ENOUGH):
             break
     beyond = ""
     if planned + KV_BLOCK <= longest:

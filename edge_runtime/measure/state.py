@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+import edge_runtime
 from edge_runtime import __version__, machine
 from edge_runtime.profiles.detect import detect
 
@@ -36,9 +37,9 @@ def snapshot(root: Path = machine.ROOT) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of a checkout that this runs from, `+` if something in it is changed."""
-    folder = Path(__file__).resolve().parent
-    if not any((parent / ".git").exists() for parent in folder.parents):
-        return None
+    folder = Path(edge_runtime.__file__).resolve().parent.parent
+    if not ((folder / ".git").exists() and (folder / "pyproject.toml").exists()):
+        return None  # installed, perhaps into a checkout of something else
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"],

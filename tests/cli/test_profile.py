@@ -66,6 +66,12 @@ def test_energy_from_a_log_and_without_a_source(
     assert decode["low_j"] <= decode["high_j"]
     assert decode["gross_j"] is None  # some milliseconds: digits would be invented
     assert document["rows"][0]["j_per_token"] is None
+    assert any("too short for the sensor" in w for w in document["warnings"])
+    code, _, err = call(
+        "profile", tiny_checkpoint, *some, "--require-energy", "--power-source", f"replay:{log}"
+    )
+    assert code == 4, "nothing was measured"
+    assert "long enough" in err
     code, out, _ = call("profile", tiny_checkpoint, *some, "--energy", "--power-source", "none")
     assert code == 0
     assert "energy: unavailable" in out
@@ -81,7 +87,8 @@ def test_what_does_not_fit_is_a_row(call, tiny_checkpoint: Path) -> None:
     code, out, err = call(
         "profile", tiny_checkpoint, *FAST, "--modes", "w8", "--budget", "1M", "--json"
     )
-    assert code == 0, err
+    assert code == 3
+    assert "nothing could be measured" in err
     for row in json.loads(out.splitlines()[-1])["rows"]:
         assert row["status"] == "refused"
         assert row["decode_tok_s"] is None
@@ -109,6 +116,11 @@ def test_the_longest_context_is_proven(call, tiny_checkpoint: Path) -> None:
         (("--gamma", "8"), "1 to 7"),
         (("--power-source", "sun", "--energy"), "sun"),
         (("--repeats", "0"), "repeats"),
+        (("--power-source", "nvml"), "no effect without --energy"),
+        (("--gamma", "2", "--modes", "w8"), "no effect without nest"),
+        (("--original", "x", "--modes", "w8"), "no effect without fp16"),
+        (("-n", "90000"), "positions"),
+        (("--out", ""), "expected a path"),
     ],
 )
 def test_mistakes_are_one_line(call, tiny_checkpoint: Path, args: tuple, said: str) -> None:
@@ -125,3 +137,19 @@ def test_a_prompt_file_that_is_none(call, tiny_checkpoint: Path, tmp_path: Path)
     for file in (empty, binary, tmp_path / "none", tmp_path):
         code, _, err = call("profile", tiny_checkpoint, *FAST, "--prompt-file", file)
         assert code == 5, err
+
+
+def test_an_endless_prompt_file(call, tiny_checkpoint: Path) -> None:
+    code, _, err = call("profile", tiny_checkpoint, *FAST, "--prompt-file", "/dev/zero")
+    assert code == 5
+    assert "at most" in err
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(
+    call, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = call("profile", tiny_checkpoint, *FAST, "--out", tmp_path / "file")
+    assert code == 3
+    assert out == ""
+    assert "cannot write there" in err

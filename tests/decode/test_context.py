@@ -54,7 +54,7 @@ def test_fp_is_refused_by_its_own_numbers(
     account = footprint(spec, layout="fp", backend="reference")
     free = account.total_bytes(100) + reserve_bytes(0, machine.total_bytes())
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
-    monkeypatch.setattr(memory, "rss_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: 0)
     assert fit_context(spec, "auto", "reference", None, 0, view="fp") == 100
     assert fit_context(spec, 100, "reference", None, 0, view="fp") == 100
     with pytest.raises(BudgetError) as caught:
@@ -67,7 +67,7 @@ def test_what_the_process_has_already_is_not_asked_for_twice(
 ) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000 << 20)
     monkeypatch.setattr(machine, "total_bytes", lambda: 4000 << 20)
-    monkeypatch.setattr(memory, "rss_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: 40 << 20)
     assert memory.room_bytes(50 << 20, 100 << 20) == (1000 + 40 - 100) << 20
     assert memory.room_bytes(30 << 20, 100 << 20) == (1000 + 30 - 100) << 20  # a host's own stays
     assert memory.room_bytes(0, 0) == (1000 - 64) << 20

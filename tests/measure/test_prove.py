@@ -66,6 +66,17 @@ def test_a_model_that_ends_before_memory_does() -> None:
     assert machine.tried == [640]
 
 
+def test_one_death_with_much_memory_left_is_not_the_end() -> None:
+    machine = Simulated(10**9, 0, 1000, 640, dies=True)
+    attempt, deaths = machine.attempt, iter([True])
+
+    def unlucky(context: int, enforced: bool) -> Outcome:
+        return Outcome("oom", "killed") if next(deaths, False) else attempt(context, enforced)
+
+    proof = prove.prove(640, 640, 10**9, 1000, unlucky)
+    assert proof.proven >= 320
+
+
 def test_nothing_runs() -> None:
     machine = Simulated(1000, 5000, 10, 128, dies=True)
     proof = prove.prove(128, 6400, 1000, 10, machine.attempt)

@@ -171,7 +171,7 @@ def test_engine_and_plan_agree(reserve: int, monkeypatch: pytest.MonkeyPatch) ->
     spec = random_spec(max_position=1 << 24)
     monkeypatch.setattr(machine, "available_bytes", lambda: 3 << 30)
     monkeypatch.setattr(machine, "total_bytes", lambda: 8 << 30)
-    monkeypatch.setattr(memory, "rss_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: 0)
     found = memory.fit_context(spec, "auto", "cpu", None, reserve, group_size=32, threads=2)
     kept = fp.reserve_bytes(reserve, 8 << 30)
     account = fp.footprint(spec, backend="cpu", group_size=32, threads=2, reserve_bytes=kept)

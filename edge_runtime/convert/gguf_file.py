@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.convert.ggml_types import TYPES
 from edge_runtime.convert.source import describe_file
 from edge_runtime.errors import CheckpointError, UnsupportedModel, cut
 from edge_runtime.format.lfs import refuse_pointer
@@ -227,15 +228,13 @@ def _check_magic(cursor: _Cursor, path: Path) -> None:
 
 
 def _tensor_bytes(file: str, name: str, shape: tuple[int, ...], kind: int) -> int:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    except (ValueError, KeyError):
+    if kind not in TYPES:
         raise UnsupportedModel(
             f"{file}: tensor {name} has unknown ggml type {kind}",
-            "the file may be newer than the installed gguf package: pip install -U gguf",
-        ) from None
+            "the file may be newer than this program, or damaged: convert from the Hugging Face "
+            "folder of the model",
+        )
+    _, block, block_bytes = TYPES[kind]
     elements = 1
     for n in shape:
         elements *= n

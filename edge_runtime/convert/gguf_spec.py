@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from edge_runtime.convert.ggml_types import TYPES
 from edge_runtime.convert.gguf_file import GgufFile, Metadata, shown
-from edge_runtime.errors import CheckpointError, UnsupportedModel, cut
+from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel, cut
 from edge_runtime.format.spec import ARCHITECTURES, ModelSpec, RopeSpec
 
 
@@ -189,24 +190,38 @@ def _number(section: Metadata, key: str, default: float | None = None) -> float:
     return float(str(np.float32(number)))  # 1e-05 as it was written, not 9.99999975e-06
 
 
+def need_gguf() -> None:
+    """Raise BackendUnavailable where the gguf package, which dequantises, is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"reading a GGUF file needs the gguf package: {error}",
+            "pip install 'bitnest-edge[convert]'",
+        ) from None
+
+
 def check_type(file: str, name: str, kind: int) -> None:
     """Raise UnsupportedModel for a tensor type that cannot be dequantised."""
-    from gguf.constants import GGMLQuantizationType
+    if kind in _FLOAT_TYPES:
+        return
+    need_gguf()
     from gguf.quants import _type_traits
 
-    if kind not in _FLOAT_TYPES and GGMLQuantizationType(kind) not in _type_traits:
+    if kind not in _type_traits:  # its keys are IntEnum members
         raise UnsupportedModel(
-            f"{file}: tensor {name} has type {GGMLQuantizationType(kind).name}, which the gguf "
-            "package cannot dequantise"
+            f"{file}: tensor {name} has type {TYPES[kind][0]}, which the installed gguf package "
+            "cannot dequantise",
+            "pip install -U gguf, or convert from the Hugging Face folder of the model",
         )
 
 
 def dequantise(file: GgufFile, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return one tensor as fp32, a copy."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
+    """Return one tensor as fp32, a copy. `check_type` was asked before."""
     raw, kind = file.data(name), file.tensors[name].type
     if kind in _FLOAT_TYPES:  # a copy: writable, independent of the mapping
         return np.array(raw.view(_FLOAT_TYPES[kind]), dtype=np.float32)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
     return np.require(dequantize(raw, GGMLQuantizationType(kind)), np.float32, ["C", "W"])

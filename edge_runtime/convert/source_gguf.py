@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from edge_runtime.convert.gguf_file import GgufFile, optional
-from edge_runtime.convert.gguf_spec import check_type, dequantise, model_spec
+from edge_runtime.convert.gguf_spec import check_type, dequantise, model_spec, need_gguf
 from edge_runtime.convert.gguf_tokenizer import read_text
 from edge_runtime.convert.hashing import sha256_of
 from edge_runtime.convert.source import check_finite, refuse_impossible_depth, tensor_shapes
-from edge_runtime.errors import BackendUnavailable, CheckpointError, UnsupportedModel
+from edge_runtime.errors import CheckpointError, UnsupportedModel
 
 _LAYER_PARTS = {
     "attn_norm": "attn_norm",
@@ -36,13 +36,7 @@ class GgufSource:
     """See `Source`. `path` is one file; raises CheckpointError or UnsupportedModel."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import gguf  # noqa: F401
-        except ImportError as error:
-            raise BackendUnavailable(
-                f"reading a GGUF file needs the gguf package: {error}",
-                "pip install 'bitnest-edge[convert]'",
-            ) from None
+        need_gguf()
         self.warnings: list[str] = []
         self._file = GgufFile(path)
         self.spec = model_spec(self._file)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 
 from edge_runtime import machine, profiles
 from edge_runtime.decode import memory
@@ -163,6 +164,21 @@ def test_every_kind_of_model_gives_the_same_account(
     found = [document(call, model, *BOARD)["bytes"] for model in models]
     assert config["max_position_embeddings"] == 2048
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
+def test_a_gguf_is_planned_without_the_gguf_package(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
+    divisors = {"rope_freqs.weight": torch.ones(8)}
+    file = tiny_models.write_gguf(tmp_path / "m.gguf", quant=quant, extra=divisors, head_dim=16)
+    with_it = document(call, file, *BOARD)
+    for name in [name for name in sys.modules if name.split(".")[0] == "gguf"] + ["gguf"]:
+        monkeypatch.setitem(sys.modules, name, None)  # raises ImportError when it is imported
+    assert document(call, file, *BOARD) == with_it
+    code, _, err = call("convert", file, "-o", tmp_path / "out")
+    assert code == 4
+    assert "pip install" in err
 
 
 @pytest.mark.parametrize("damage", ["cut", "not json", "version", "missing"])

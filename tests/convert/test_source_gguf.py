@@ -12,6 +12,7 @@ import tiny_models
 import tokenizers
 import torch
 
+from edge_runtime.convert.ggml_types import TYPES
 from edge_runtime.convert.source import open_source, tensor_shapes
 from edge_runtime.errors import CheckpointError
 from edge_runtime.format.spec import RopeSpec
@@ -26,6 +27,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_theta": 1000000.0}),
     ("qwen3", {"head_dim": 32, "attention_bias": True}),
 ]
+
+
+def test_the_types_are_those_of_the_gguf_package() -> None:
+    from gguf.constants import GGML_QUANT_SIZES
+
+    theirs = {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+    assert {kind: known for kind, known in TYPES.items() if kind in theirs} == theirs
 
 
 @pytest.mark.parametrize(("architecture", "overrides"), CASES)

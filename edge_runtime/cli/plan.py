@@ -85,8 +85,10 @@ def command(
 
     subject = read_subject(model, user_path(model))
     profile, pool, mode, notes = _device(device, mode, desktop, budget, reserve)
+    if threads is not None and profile.backend != "cpu":
+        notes.append("--threads changes nothing here: it is for the cpu backend")
     found = plan(subject, profile, pool, mode=mode, context=context, threads=threads)
-    found = with_alternatives(found, subject, profile, pool)
+    found = with_alternatives(found, subject, profile, pool, threads)
     for line in describe(found, notes):
         click.echo(line, err=as_json)
     if as_json:
@@ -123,9 +125,21 @@ def _device(
         budget_bytes=budget,
         reserve_bytes=reserve or 0,
     )
+    return profile, pool, mode, notes + _memory_notes(pool, budget, reserve)
+
+
+def _memory_notes(pool: Pool, budget: int | None, reserve: int | None) -> list[str]:
+    """Say where the memory that is planned with is not what was asked for."""
+    notes = []
+    if budget is not None and "budget" not in pool.parts:
+        there = (pool.budget_bytes - pool.reserve_bytes) / 2**30
+        notes.append(f"--budget is more than there is: {there:.2f} GiB are planned with")
     if reserve and not pool.reserve_bytes:
         notes.append("the reserve lies outside of the budget")
-    return profile, pool, mode, notes
+    elif reserve is not None and reserve < pool.reserve_bytes:
+        least = pool.reserve_bytes / 2**20
+        notes.append(f"--reserve is less than what stays free in any case: {least:.0f} MiB")
+    return notes
 
 
 def _this_machine(mode: str | None) -> tuple[DeviceProfile, str | None, list[str]]:

@@ -27,7 +27,7 @@ LAYOUTS = {
     "w8": "W8A8: 8-bit weights, KV16",
     "two_copies": "two copies: W4 draft + W8 target",
     "nest": "nest: both in one, nested KV",
-    "w4": "W4 alone, KV8 (not offered here)",
+    "w4": "W4 alone, KV8 (for comparison)",
 }
 POOL = {
     "memory_total": "memory",
@@ -82,6 +82,10 @@ def _contexts(plan: Plan) -> Iterator[str]:
         text = str(layout.max_context) if layout.max_context >= LEAST_CONTEXT else "-"
         sizes = f"{_gib(layout.weights_bytes):>12}{_gib(layout.total_bytes):>18}"
         yield f"  {LAYOUTS[name]:<36}{text:>8}{sizes}{'' if p is None else _claimed(p, name)}"
+    yield (
+        "  W4 alone would hold the base plane only: --view w4 decodes with it, but both planes "
+        "stay in memory"
+    )
     if p is not None:
         yield (
             "  What the paper's longest contexts leave of the budget is memory that its runs took "
@@ -135,9 +139,9 @@ def _honest(plan: Plan) -> Iterator[str]:
     w4, nest = speed.get("w4"), speed.get("nest")
     if w4 and nest:
         yield (
-            f"plain W4 (--view w4) decodes {w4 / nest:.1f} times as fast as the nest, with the "
-            f"draft's answers: the target's next token in {plan.predicted.acceptance:.0%} of "
-            "positions (see acceptance below)"
+            f"plain W4 (--view w4, in the nest's memory) decodes {w4 / nest:.1f} times as fast as "
+            "the nest, with the draft's answers: the target's next token in "
+            f"{plan.predicted.acceptance:.0%} of positions (see acceptance below)"
         )
 
 

@@ -7,6 +7,8 @@ included, is within `budget_bytes`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from edge_runtime.errors import UsageError, cut
@@ -31,16 +33,27 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     acceptance_source: str = ""
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured and wished of a device's memory, for the same on another one."""
+
+    desktop: bool = False
+    available_bytes: int | None = None
+    total_bytes: int | None = None
+    budget_bytes: int | None = None
+    reserve_bytes: int = 0
+
+
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that there is. budget_bytes: for this program, what it leaves free included."""
 
     budget_bytes: int
     reserve_bytes: int  # of the budget, left to others
     parts: dict[str, int]  # how the budget came about
+    asked: Asked = Asked()
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Something near that would fit. kind: context, headless, reserve, model or device."""
+    """Something near that would fit. kind: context, headless, reserve, budget, model or device."""
 
     kind: str
     value: str | int
@@ -100,42 +113,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     would_fit: tuple[Alternative, ...] = ()
 
 
-def device_pool(
-    device: DeviceProfile,
-    *,
-    desktop: bool = False,
-    available_bytes: int | None = None,
-    total_bytes: int | None = None,
-    budget_bytes: int | None = None,
-    reserve_bytes: int = 0,
-) -> Pool:
+def device_pool(device: DeviceProfile, **wishes: Any) -> Pool:
     """Return the memory of a device: what its profile leaves, or what was measured as available.
 
-    As in the engine, a little stays free whatever is asked for, and a budget is a limit of its
-    own: a reserve is taken from it only as far as the device has no memory outside of it. Raises
-    UsageError where no memory is known.
+    `wishes` are the fields of `Asked`. As in the engine, a little stays free whatever is asked for,
+    and a budget is a limit of its own: a reserve is taken from it only as far as the device has no
+    memory outside of it. Raises UsageError where no memory is known.
     """
+    asked = Asked(**wishes)
+    budget = asked.budget_bytes
     parts: dict[str, int] = {}
-    if available_bytes is not None:
-        parts["available"] = available_bytes
+    if asked.available_bytes is not None:
+        parts["available"] = asked.available_bytes
     elif device.memory_total_bytes is not None:
         parts["memory_total"] = device.memory_total_bytes
         parts["system_used"] = -(device.system_used_bytes or 0)
-        if desktop:
+        if asked.desktop:
             parts["desktop"] = -(device.desktop_bytes or 0)
-    elif budget_bytes is None:
+    elif budget is None:
         raise UsageError(
-            f"the memory of {device.title} is not known", "say how much there is: --budget SIZE"
+            f"how much memory programs have on {device.title} is not known: expected "
+            "--budget SIZE, got none",
+            f"say how much there is: --device {device.name} --budget SIZE",
         )
     if not parts:
-        assert budget_bytes is not None
-        return Pool(budget_bytes=budget_bytes, reserve_bytes=0, parts={"budget": budget_bytes})
-    total = device.memory_total_bytes if total_bytes is None else total_bytes
-    reserve_bytes = footprint.reserve_bytes(reserve_bytes, total)
+        assert budget is not None
+        return Pool(budget_bytes=budget, reserve_bytes=0, parts={"budget": budget}, asked=asked)
+    total = device.memory_total_bytes if asked.total_bytes is None else asked.total_bytes
+    reserve = footprint.reserve_bytes(asked.reserve_bytes, total)
     there = max(0, sum(parts.values()))
-    if budget_bytes is None or budget_bytes > there - reserve_bytes:
-        return Pool(budget_bytes=there, reserve_bytes=reserve_bytes, parts=parts)
-    return Pool(budget_bytes=budget_bytes, reserve_bytes=0, parts=parts | {"budget": budget_bytes})
+    if budget is None or budget > there - reserve:
+        return Pool(budget_bytes=there, reserve_bytes=reserve, parts=parts, asked=asked)
+    parts["budget"] = budget
+    return Pool(budget_bytes=budget, reserve_bytes=0, parts=parts, asked=asked)
 
 
 def longest_context(spec: ModelSpec) -> int:

@@ -91,6 +91,32 @@ def test_options_change_the_memory(call) -> None:
     assert document(call, "llama-2-7b", *BOARD, "--mode", "10w")["mode"] == "10W"
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--threads", "4"), "--threads changes nothing"),
+        (("--budget", "99999T"), "--budget is more than there is: 14."),
+        (("--reserve", "1"), "64 MiB"),
+        (("--reserve", "0"), "64 MiB"),
+        (("--reserve", "1G", "--budget", "9G"), "outside of the budget"),
+    ],
+)
+def test_a_wish_that_changes_nothing_is_noted(call, args: tuple[str, ...], said: str) -> None:
+    plain = document(call, "llama-2-7b", *BOARD)["notes"]
+    notes = document(call, "llama-2-7b", *BOARD, *args)["notes"]
+    assert [said in note for note in notes if note not in plain] == [True]
+
+
+def test_what_would_fit_can_be_had(call) -> None:
+    args = ("llama-2-7b-32k", *BOARD, "--context", "29120", "--reserve", "0")
+    kinds = {a["kind"] for a in document(call, *args, code=3)["would_fit"]}
+    assert "reserve" not in kinds  # nothing less than that is left free
+    args = ("llama-2-7b", "--device", "orin-nx-8gb", "--reserve", "20G")
+    devices = [a for a in document(call, *args, code=3)["would_fit"] if a["kind"] == "device"]
+    assert [a["value"] for a in devices][:1] != ["orin-nx-16gb"]
+    assert devices
+
+
 @pytest.mark.parametrize("device", profiles.device_names())
 def test_every_device(call, device: str) -> None:
     unknown = profiles.device(device).memory_total_bytes is None

@@ -101,7 +101,7 @@ def test_a_device_of_unknown_memory_needs_a_budget() -> None:
     unknown = device(memory_total_bytes=None)
     with pytest.raises(UsageError, match="not known") as caught:
         device_pool(unknown)
-    assert "--budget" in caught.value.hint
+    assert "--budget" in caught.value.message
     assert device_pool(unknown, budget_bytes=GIB).budget_bytes == GIB
 
 
@@ -182,6 +182,20 @@ def test_a_reserve_that_is_too_large_is_named() -> None:
     found = planned(pool={"reserve_bytes": 6 * GIB}, context=2048)
     assert not found.fits
     assert "reserve" in {a.kind for a in found.would_fit}
+
+
+@given(st.integers(0, 16 * GIB) | st.none(), st.integers(0, 8 * GIB), st.integers(2, 1 << 18))
+def test_what_would_fit_does_with_the_same_wishes(
+    budget: int | None, reserve: int, context: int
+) -> None:
+    wishes = {"budget_bytes": budget, "reserve_bytes": reserve, "desktop": True}
+    for a in planned(pool=wishes, context=context).would_fit:
+        changed = {"reserve": "reserve_bytes", "budget": "budget_bytes", "headless": "desktop"}
+        less = {key: value for key, value in wishes.items() if key != changed.get(a.kind)}
+        other = profiles.device(a.value) if a.kind == "device" else device()
+        asked = a.value if a.kind == "context" else context
+        if a.kind != "model":
+            assert plan(MODEL, other, device_pool(other, **less), context=asked).fits, a
 
 
 def test_nothing_fits() -> None:

@@ -35,7 +35,9 @@ class Tiles:
     split: int = 4
     warps: int = 1
     stages: int = 1
-    unroll: int = 32  # blocks whose loads `combine` has in flight
+    registers: int | None = None  # of a thread, at most
+    ahead: bool = False  # whether values are loaded before scores are made: registers for latency
+    unroll: int = 64  # blocks whose loads `combine` has in flight
 
 
 def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) -> Tiles:
@@ -47,7 +49,7 @@ def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) 
     if rows > DECODE_ROWS:
         return Tiles(form="rows", queries=32, warps=4)
     if vectors == 1 and head_dim % 8 == 0:
-        return Tiles(form="words", queries=1)
+        return Tiles(form="words", queries=1, registers=128)
     queries = min(32, max(fewest_columns, _power_of_two(vectors)))
     return Tiles(form="cols", queries=queries, warps=max(1, queries // 8))
 
@@ -55,16 +57,17 @@ def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) 
 class Workspace:
     """Partial results of up to `rows` rows over `tokens` tokens, made once and used by every layer.
 
-    out: fp32 [rows·heads, blocks, D]; stat: fp32 [rows·heads, 4, blocks].
+    partial: fp32 [rows·heads, (D + 3)·blocks]: of every block its values, then maxima, then sums,
+    then weights.
     """
 
     def __init__(
         self, rows: int, num_heads: int, head_dim: int, tokens: int, device: torch.device | str
     ) -> None:
         blocks = -(-tokens // KV_BLOCK)
+        assert rows * num_heads * (head_dim + 3) * blocks < 2**31, "kernels count in int32"
         self.max_blocks = blocks
-        self.out = torch.empty(rows * num_heads, blocks, head_dim, device=device)
-        self.stat = torch.empty(rows * num_heads, 4, blocks, device=device)
+        self.partial = torch.empty(rows * num_heads, (head_dim + 3) * blocks, device=device)
 
 
 def attention(
@@ -111,8 +114,7 @@ def attention(
         *planes,
         cache.key_scale,
         cache.value_scale,
-        workspace.out,
-        workspace.stat,
+        workspace.partial,
         M * group,
         heads,
         T,
@@ -125,22 +127,22 @@ def attention(
         SPLIT=tiles.split,
         FORM=(kernels.WORDS if words else kernels.COLS).value,
         STAGES=tiles.stages,
+        AHEAD=tiles.ahead,
         ASM=asm,
         num_warps=tiles.warps,
+        maxnreg=tiles.registers,
         enable_fp_fusion=False,
     )
-    kernels.combine[M * heads,](
-        workspace.out,
-        workspace.stat,
+    kernels.combine[M * heads, -(-D // 31)](
+        workspace.partial,
         positions,
         out,
         heads,
         max_blocks,
         D=D,
-        DP=2 * padded_half(D, "cols"),
         CHUNK=512,
         UNROLL=tiles.unroll,
-        num_warps=4,
+        num_warps=1,
         enable_fp_fusion=False,
     )
     return out
@@ -179,6 +181,7 @@ def _attention_rows(
         STAGES=tiles.stages,
         ASM=asm,
         num_warps=tiles.warps,
+        maxnreg=tiles.registers,
         enable_fp_fusion=False,
     )
     return out

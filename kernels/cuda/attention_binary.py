@@ -43,14 +43,15 @@ def compile_attention(tiles: Tiles, head_dim: int, group: int, *, arch: int = OR
         types |= {"y_ptr": "*fp32"}
     else:
         kernel = attention_kernels.attend_split
-        types |= {"out_ptr": "*fp32", "stat_ptr": "*fp32", "max_blocks": "i32"}
+        types |= {"partial_ptr": "*fp32", "max_blocks": "i32"}
         form = attention_kernels.WORDS if words else attention_kernels.COLS
-        constants |= {"SPLIT": tiles.split, "FORM": form.value}
+        constants |= {"SPLIT": tiles.split, "FORM": form.value, "AHEAD": tiles.ahead}
     return compile_kernel(
         kernel,
         types,
         constants,
         num_warps=tiles.warps,
+        max_registers=tiles.registers,
         arch=arch,
         unaligned=tuple(n for n in _NUMBERS if n in types),
     )
@@ -61,8 +62,7 @@ def compile_combine(tiles: Tiles, head_dim: int, *, arch: int = ORIN) -> Compile
     from edge_runtime.kernels.cuda import attention_kernels
 
     types = {
-        "out_ptr": "*fp32",
-        "stat_ptr": "*fp32",
+        "partial_ptr": "*fp32",
         "position_ptr": "*i32",
         "y_ptr": "*fp32",
         "heads": "i32",
@@ -70,7 +70,6 @@ def compile_combine(tiles: Tiles, head_dim: int, *, arch: int = ORIN) -> Compile
     }
     constants = {
         "D": head_dim,
-        "DP": 2 * padded_half(head_dim, "cols"),
         "CHUNK": 512,
         "UNROLL": tiles.unroll,
     }
@@ -78,7 +77,7 @@ def compile_combine(tiles: Tiles, head_dim: int, *, arch: int = ORIN) -> Compile
         attention_kernels.combine,
         types,
         constants,
-        num_warps=4,
+        num_warps=1,
         arch=arch,
         unaligned=("heads", "max_blocks"),
     )

@@ -165,19 +165,15 @@ def _scores(
 
 
 @triton.jit
-def _attend_block(
-    base_ptr, refine_ptr, scale_ptr, block, s, left,
+def _load_values(
+    base_ptr, refine_ptr, scale_ptr, block,
     HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
-    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one block and its values: scores s -> (block max, block sum, out of both halves).
+    """Both planes of one block of a head's values and their scales / 16.
 
-    base_ptr, refine_ptr: one head's values, bytes [T/64, dims, 64] or words [T/64, dims, 16].
-    out: fp32 [dims, Q] (ROWS: [Q, dims]), still to be divided by the sum.
+    base_ptr, refine_ptr: bytes [T/64, dims, 64] or words [T/64, dims, 16].
     """
-    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
     WIDTH: tl.constexpr = 16 if FORM == WORDS else 64
-    token = tl.arange(0, BLOCK)
     d = tl.arange(0, HP)
     at = (d + block * HALF)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (d < HALF)[:, None]
@@ -185,8 +181,20 @@ def _attend_block(
     refine = base
     if FULL:
         refine = _load_plane(refine_ptr, at, inside, HP == HALF)
-    value_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
+    scale = tl.load(scale_ptr + (tl.arange(0, BLOCK) + block * BLOCK))
+    return base, refine, scale.to(tl.float32) * 0.0625
 
+
+@triton.jit
+def _attend_block(
+    base, refine, value_scale, s, left, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr
+):
+    """Softmax of one block and its values: scores s -> (block max, block sum, out of both halves).
+
+    out: fp32 [dims, Q] (ROWS: [Q, dims]), still to be divided by the sum.
+    """
+    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
+    token = tl.arange(0, BLOCK)
     most = tl.max(s, AXIS)
     p = exp_nonpositive(s - tl.expand_dims(tl.maximum(most, -3e38), AXIS))
     block_sum = halving_sum(p, AXIS, BLOCK)
@@ -247,32 +255,39 @@ def _full_block(full_from):
 
 @triton.jit
 def _split_blocks(
-    key_base, key_refine, value_base, value_refine, key_scale, value_scale, start, stop,
-    q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at, stat_ptr, stat_at, valid,
+    key_base, key_refine, value_base, value_refine, key_scale, value_scale_ptr, start, stop,
+    q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at, stat_at, valid,
     max_blocks, HALF: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr,
-    FULL: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Blocks start…stop - 1 for the queries that see them so: partial results into out and stat."""
+    """Blocks start…stop - 1 for the queries that see them so: partial results."""
     DIMS: tl.constexpr = 4 * HP if FORM == WORDS else HP
     UNITS: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
     d = tl.arange(0, DIMS)
     for block in tl.range(start, stop, num_stages=STAGES):
         left = position + 1 - block * BLOCK
+        if AHEAD:
+            base, refine, value_scale = _load_values(
+                value_base, value_refine, value_scale_ptr, block, HALF, DIMS, FORM, FULL
+            )
         s = _scores(
             key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, left,
             UNITS, HP, FORM, FULL, ASM,
         )  # fmt: skip
+        if not AHEAD:
+            base, refine, value_scale = _load_values(
+                value_base, value_refine, value_scale_ptr, block, HALF, DIMS, FORM, FULL
+            )
         most, total, o_low, o_high = _attend_block(
-            value_base, value_refine, value_scale, block, s, left,
-            HALF, DIMS, FORM, FULL, ASM,
-        )  # fmt: skip
+            base, refine, value_scale, s, left, FORM, FULL, ASM
+        )
         keep = valid & (left > 0) & ((first_full <= block) == FULL)
-        tl.store(stat_ptr + stat_at + block, most, mask=keep)
-        tl.store(stat_ptr + stat_at + max_blocks + block, total, mask=keep)
+        tl.store(partial_ptr + stat_at + block, most, mask=keep)
+        tl.store(partial_ptr + stat_at + max_blocks + block, total, mask=keep)
         at = (out_at + block * D)[None, :] + d[:, None]
         inside = (d < HALF)[:, None] & keep[None, :]
-        tl.store(out_ptr + at, o_low, mask=inside)
-        tl.store(out_ptr + at + HALF, o_high, mask=inside)
+        tl.store(partial_ptr + at, o_low, mask=inside)
+        tl.store(partial_ptr + at + HALF, o_high, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_queries", "heads", "max_blocks"])
@@ -286,8 +301,8 @@ def attend_split(
     value_refine_ptr,
     key_scale_ptr,
     value_scale_ptr,
-    out_ptr,  # fp32 [M·heads, max_blocks, D]
-    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: block max, block sum, and room for `combine`
+    partial_ptr,  # fp32 [M·heads, (D + 3)·max_blocks]: of every block its values, then maxima,
+    # then sums, then room for `combine`
     num_queries,  # M · group
     heads,
     T,
@@ -300,6 +315,7 @@ def attend_split(
     SPLIT: tl.constexpr,  # blocks of a program
     FORM: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # values of a block are asked for before its scores are made
     ASM: tl.constexpr,
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
@@ -326,67 +342,67 @@ def attend_split(
         key_base, key_refine = key_base_ptr + at * unit, key_refine_ptr + at * unit
         value_base, value_refine = value_base_ptr + at * unit, value_refine_ptr + at * unit
         key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
-        vector = row.to(tl.int64) * heads + head
-        out_at, stat_at = vector * max_blocks * D, vector * 4 * max_blocks
+        out_at = (row * heads + head) * (max_blocks * (D + 3))
+        stat_at = out_at + max_blocks * D
         # where queries differ, a block is walked both ways, each query keeping one result
         base_stop = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
         full_start = tl.minimum(tl.maximum(tl.min(first_full, 0), start), stop)
         _split_blocks(
             key_base, key_refine, value_base, value_refine, key_scale, value_scale, start,
-            base_stop, q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at,
-            stat_ptr, stat_at, valid, max_blocks, HALF, HP, D, FORM, False, ASM, STAGES,
+            base_stop, q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at,
+            stat_at, valid, max_blocks, HALF, HP, D, FORM, False, ASM, STAGES, AHEAD,
         )  # fmt: skip
         _split_blocks(
             key_base, key_refine, value_base, value_refine, key_scale, value_scale, full_start,
-            stop, q_low, q_high, q_sum8, factor, position, first_full, out_ptr, out_at,
-            stat_ptr, stat_at, valid, max_blocks, HALF, HP, D, FORM, True, ASM, STAGES,
+            stop, q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at,
+            stat_at, valid, max_blocks, HALF, HP, D, FORM, True, ASM, STAGES, AHEAD,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "max_blocks"])
 def combine(
-    out_ptr,  # fp32 [M·heads, max_blocks, D]
-    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: block max, block sum -> weights, weighted sums
+    partial_ptr,  # fp32 [M·heads, (D + 3)·max_blocks]: see `attend_split`
     position_ptr,  # int32 [M]
     y_ptr,  # fp32 [M, heads, D]
     heads,
     max_blocks,
     D: tl.constexpr,
-    DP: tl.constexpr,
     CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr,  # blocks whose loads are in flight together
 ):
-    """Blocks of one query vector, ascending: (Σ ob·c) / (Σ lb·c), c = exp(block max - max)."""
+    """Blocks of one query vector, ascending: (Σ ob·c) / (Σ lb·c), c = exp(block max - max).
+
+    A program is one warp with 31 dims; its last lane adds up the block sums.
+    """
     vector = tl.program_id(0)
     blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
-    stat_ptr += vector.to(tl.int64) * 4 * max_blocks
-    out_ptr += vector.to(tl.int64) * max_blocks * D
+    partial_ptr += vector.to(tl.int64) * max_blocks * (D + 3)
+    most_ptr = partial_ptr + max_blocks * D
+    weight_ptr = most_ptr + 2 * max_blocks
     i = tl.arange(0, CHUNK)
     most = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
     for b in range(0, blocks, CHUNK):
-        most = tl.maximum(
-            most, tl.load(stat_ptr + b + i, mask=b + i < blocks, other=floats.NEG_INF)
-        )
+        there = b + i < blocks
+        most = tl.maximum(most, tl.load(most_ptr + b + i, mask=there, other=floats.NEG_INF))
     top = tl.max(most, 0)
     for b in range(0, blocks, CHUNK):
-        at = stat_ptr + b + i
-        c = exp_nonpositive(tl.load(at, mask=b + i < blocks, other=0.0) - top)
-        total = tl.load(at + max_blocks, mask=b + i < blocks, other=0.0)
-        tl.store(at + 2 * max_blocks, c, mask=b + i < blocks)
-        tl.store(at + 3 * max_blocks, total * c, mask=b + i < blocks)
+        there = b + i < blocks
+        c = exp_nonpositive(tl.load(most_ptr + b + i, mask=there, other=0.0) - top)
+        tl.store(weight_ptr + b + i, c, mask=there)  # the programs of a vector write the same
     tl.debug_barrier()  # what this program wrote above is read below, by other threads
-    d = tl.arange(0, DP)
-    y = tl.zeros((DP,), tl.float32)
-    total = 0.0
-    for b in range(0, blocks, UNROLL):
+
+    lane = tl.arange(0, 32)
+    last = lane == 31
+    d = tl.program_id(1) * 31 + lane
+    stride = tl.where(last, 1, D)
+    at = tl.where(last, max_blocks * (D + 1), tl.minimum(d, D - 1))
+    y = tl.zeros((32,), tl.float32)
+    whole = blocks // UNROLL * UNROLL
+    for b in range(0, whole, UNROLL):
         for u in tl.static_range(UNROLL):
-            here = blocks > b + u
-            at = stat_ptr + b + u
-            c = tl.load(at + 2 * max_blocks, mask=here, other=0.0)
-            part = tl.load(
-                out_ptr + (b + u) * D + d, mask=(d < D) & (d * 0 + (b + u) < blocks), other=0.0
-            )
-            y += part * c
-            total += tl.load(at + 3 * max_blocks, mask=here, other=0.0)
-    tl.store(y_ptr + vector.to(tl.int64) * D + d, tl.div_rn(y, total + tl.zeros_like(y)),
-             mask=d < D)  # fmt: skip
+            y += tl.load(partial_ptr + (at + stride * (b + u))) * tl.load(weight_ptr + (b + u))
+    for b in range(whole, blocks):
+        y += tl.load(partial_ptr + (at + stride * b)) * tl.load(weight_ptr + b)
+    total = tl.sum(tl.where(last, y, 0.0), 0) + tl.zeros_like(y)
+    y_ptr += vector.to(tl.int64) * D
+    tl.store(y_ptr + d, tl.div_rn(y, total), mask=(lane < 31) & (d < D))

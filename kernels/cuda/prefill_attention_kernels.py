@@ -17,6 +17,7 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     _attend_block,
     _full_block,
     _load_queries,
+    _load_values,
     _quantised_query,
     _scores,
 )
@@ -53,8 +54,11 @@ def _add_blocks(
             key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, left,
             HALF, HP, ROWS, FULL, ASM,
         )  # fmt: skip
+        base, refine, scale = _load_values(
+            value_base, value_refine, value_scale, block, HALF, HP, ROWS, FULL
+        )
         most, block_sum, o_low, o_high = _attend_block(
-            value_base, value_refine, value_scale, block, s, left, HALF, HP, ROWS, FULL, ASM
+            base, refine, scale, s, left, ROWS, FULL, ASM
         )
         # a block that no token of which is seen has weight exp(-inf) = 0 and sums of 0
         mine = (first_full <= block) == FULL

@@ -70,8 +70,7 @@ class Layer:
         queries = {"words": 1, "cols": 16 if M > 2 else 8, "rows": 16, None: 0}[form]
         tiles = None if form is None else Tiles(form=form, queries=queries, split=split)
         space = Workspace(M, g.num_heads, g.head_dim, self.capacity, self.device)
-        space.out.fill_(float("nan"))
-        space.stat.fill_(float("nan"))
+        space.partial.fill_(float("nan"))
         out = torch.full((M, g.num_heads, g.head_dim), float("nan"), device=self.device)
         attention(
             torch.from_numpy(self.q[list(positions)]).to(self.device),

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from edge_runtime.cli import COMMANDS, PROGRAM, app
+from edge_runtime.cli.app import COMMANDS, PROGRAM, app
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_help_loads_no_command(tmp_path: Path) -> None:
     heavy = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "rich", "huggingface_hub"}
     assert not loaded & heavy
     ours = {name for name in loaded if name.startswith("edge_runtime.")}
-    assert ours <= {"edge_runtime.cli", "edge_runtime.errors", "edge_runtime.log"}
+    assert ours <= {f"edge_runtime.{name}" for name in ("cli", "cli.app", "errors", "log")}
 
 
 def test_help_is_fast(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edge_runtime.cli.generate import read_text
 from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint
 from edge_runtime.cli.options import (
     backend_option,
@@ -206,13 +207,9 @@ def encode(engine: Engine, prompt: Any) -> list[int]:
 
 def read_prompts(file: Path) -> list[Any]:
     """Read prompts, as text or as messages, from JSON lines or a JSON array."""
-    try:
-        refuse_pointer(file.expanduser())
-        text = file.expanduser().read_text("utf-8-sig")
-    except OSError as error:
-        raise CheckpointError(f"cannot read prompts from {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{file}: expected UTF-8 text") from None
+    path = file.expanduser()
+    refuse_pointer(path)
+    text = read_text(str(path.absolute()))  # absolute: - would be stdin
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if text.lstrip().startswith("["):
         lines = [(1, text)]

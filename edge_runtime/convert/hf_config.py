@@ -7,7 +7,7 @@ and names it. A key that changes the mathematics can therefore never be dropped 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,26 +222,30 @@ def _rope_scaling(kind: str, rope: Config, config: Config, max_position: int) ->
         original = rope.get("original_max_position_embeddings", max_position)
     if kind == "dynamic":
         original = max_position  # dynamic NTK scales from the configured maximum
-    fields: Config = {"factor": rope.get("factor"), "original_max_position": original}
+    fields: Config = {"original_max_position": original, "factor": rope.get("factor")}
     if kind == "linear":
         del fields["original_max_position"]
-    if kind == "yarn" and fields["factor"] is None:
-        fields["factor"] = max_position / max(int(original), 1)
+    if kind == "yarn" and fields["factor"] is None and _is_positive(original):
+        fields["factor"] = max_position / original
     needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
     for key in needed:
         fields[key] = rope.get(key)
     for key, value in fields.items():
         if not _is_positive(value):
             raise CheckpointError(
-                f"config.json: RoPE kind {kind} needs a positive {key}, got {value}"
+                f"config.json: RoPE kind {kind} needs a positive {key}, got {_short(value)}"
             )
     if kind == "yarn":
         for key in ("beta_fast", "beta_slow"):
             if rope.get(key):  # 0 means "the default" to transformers
-                fields[key] = rope[key]
-        for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
-            if key in rope:
-                fields[key] = rope[key]
+                fields[key] = _number(rope, key, 0.0)
+        for key in ("mscale", "mscale_all_dim"):
+            if rope.get(key):
+                fields[key] = _number(rope, key, 0.0)
+        if "attention_factor" in rope:
+            fields["attention_factor"] = _number(rope, "attention_factor", 0.0)
+        if "truncate" in rope:
+            fields["truncate"] = rope["truncate"]
     return fields
 
 
@@ -254,14 +258,14 @@ def _list(config: Config, key: str) -> list[Any]:
 
 def _is_positive(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
+    return number and 0 < value <= sys.float_info.max  # an int may be beyond any float
 
 
 def _integer(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 63:
         raise CheckpointError(f"config.json: {key} must be a positive integer, got {_short(value)}")
     return value
 

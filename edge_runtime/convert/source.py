@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from edge_runtime.errors import CheckpointError, UnsupportedModel
-from edge_runtime.format.lfs import refuse_pointer
+from edge_runtime.format.lfs import first_bytes, refuse_pointer
 from edge_runtime.format.spec import ModelSpec, TextSpec
 
 if TYPE_CHECKING:
@@ -122,10 +122,7 @@ def _open_folder(path: Path) -> Source:
 
 def is_gguf(path: Path) -> bool:
     """Say whether a file begins as a GGUF file does, whatever its name."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    return path.is_file() and first_bytes(path, 4) == b"GGUF"
 
 
 def describe_file(path: Path) -> str:
@@ -133,8 +130,7 @@ def describe_file(path: Path) -> str:
     if not path.is_file():
         return "a device, a pipe or a socket"
     size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(512)
+    head = first_bytes(path, 512)
     text = head.lstrip().lower()
     if size == 0:
         return "an empty file"

@@ -144,6 +144,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         raise CheckpointError(
             f"{where}: num_tokens: expected at least 1, got {manifest.text.num_tokens}"
         )
+    _check_shares(manifest, where)
     bos, V = manifest.text.bos_id, manifest.spec.vocab_size
     if bos is not None and not 0 <= bos < V:
         raise CheckpointError(f"{where}: bos_id: expected 0…{V - 1}, got {bos}")
@@ -167,6 +168,16 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         raise CheckpointError(f"{where}: unknown plane {extra[0]!r}", RECONVERT)
 
 
+def _check_shares(manifest: Manifest, where: str) -> None:
+    shares = {"clipped_share": manifest.clipped_share}
+    if manifest.agreement is not None:
+        measured = msgspec.structs.asdict(manifest.agreement)
+        shares |= {f"agreement.{k}": v for k, v in measured.items() if k != "positions"}
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise CheckpointError(f"{where}: {name}: expected 0 to 1, got {share}", RECONVERT)
+
+
 def check_spec(spec: ModelSpec, where: str) -> None:
     """Refuse sizes that no model has, before anything is computed from them."""
     sizes = {
@@ -182,14 +193,19 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     for name, (value, limit) in sizes.items():
         if not 0 < value <= limit:
             raise CheckpointError(f"{where}: {name}: expected 1…{limit}, got {value}")
-    for name, number, low in (
-        ("rms_norm_eps", spec.rms_norm_eps, 0.0),
-        ("rope.theta", spec.rope.theta, 1.0),
-        ("rope.factor", spec.rope.factor, 0.0),
-    ):
-        if not low < number < float("inf"):
-            raise CheckpointError(f"{where}: {name}: expected a number above {low:g}, got {number}")
     r = spec.rope
+    for name, number, low, high in (
+        ("rms_norm_eps", spec.rms_norm_eps, 0.0, 1e3),
+        ("rope.theta", r.theta, 1.0, 1e30),
+        ("rope.factor", r.factor, 0.0, 1e6),
+        ("rope.beta_fast", r.beta_fast, 0.0, 1e6),
+        ("rope.beta_slow", r.beta_slow, 0.0, 1e6),
+        ("rope.attention_factor", r.attention_factor, 0.0, 1e6),
+    ):
+        if number is not None and not low < number <= high:
+            raise CheckpointError(
+                f"{where}: {name}: expected a number above {low:g}, at most {high:g}, got {number}"
+            )
     if r.kind in ("yarn", "llama3") and r.original_max_position < 1:
         raise CheckpointError(
             f"{where}: rope.original_max_position: expected at least 1, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import click
 import hypothesis.strategies as st
@@ -17,6 +19,7 @@ from hypothesis import given
 
 from edge_runtime import cli, errors
 from edge_runtime.cli import options
+from edge_runtime.cli.app import COMMANDS
 from edge_runtime.cli.pull import ProgressLine
 
 PRELUDE = """
@@ -104,6 +107,26 @@ def test_a_bug_shows_where_it_is_on_request(monkeypatch, capsys) -> None:
     assert "ZeroDivisionError: by zero" in err
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 3),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "out"), 3),
+        (OSError(errno.ENOMEM, "Cannot allocate memory", "out"), 3),
+        (PermissionError(errno.EACCES, "Permission denied", "out"), 5),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "out"), 5),
+        (OSError(errno.EIO, "Input/output error", "out"), 5),
+    ],
+)
+def test_what_the_system_refuses(error, expected, monkeypatch, capsys) -> None:
+    code, out, err = outcome(monkeypatch, capsys, error)
+    assert (code, out, err) == (expected, "", f"error: out: {error.strerror}\n")
+
+
+def test_no_memory_left_is_3(monkeypatch, capsys) -> None:
+    assert outcome(monkeypatch, capsys, MemoryError())[0] == 3
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
 def test_an_interrupt_is_130(error, monkeypatch, capsys) -> None:
     assert outcome(monkeypatch, capsys, error) == (130, "", "")
@@ -136,10 +159,8 @@ def test_an_error_is_bounded_and_printable() -> None:
 def test_help_lists_every_command(capsys) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
-    assert [
-        line.split()[0] for line in out.splitlines() if line[2:].startswith(tuple(cli.COMMANDS))
-    ]
-    for name in cli.COMMANDS:
+    assert [line.split()[0] for line in out.splitlines() if line[2:].startswith(tuple(COMMANDS))]
+    for name in COMMANDS:
         assert f"  {name} " in out
 
 
@@ -175,6 +196,36 @@ def test_another_broken_pipe_is_a_bug() -> None:
 def test_ctrl_c_in_a_process() -> None:
     done = run(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\nimport time; time.sleep(9)")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    code = (
+        "import sys\nclass Finder:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\nfrom edge_runtime.cli import main\nmain(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed(closed: str, tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    body = (
+        "import os, subprocess\n"
+        "child = [sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']\n"
+        "code = subprocess.run(child).returncode\n"
+        f"open({str(report)!r}, 'w').write(f'{{code}} {{sys.stdin.read()!r}}')"
+    )
+    code = PRELUDE.format(body=body.replace("\n", "\n    "))
+    command = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, report.read_text()) == (0, "0 ''")
 
 
 # ---- pull

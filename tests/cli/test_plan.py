@@ -247,6 +247,14 @@ def test_files_that_are_no_model(call, tmp_path: Path, tiny_source: Path) -> Non
     assert call("plan", folder, *BOARD)[0] == 5
 
 
+@pytest.mark.parametrize("name", ["config.json", "m.gguf", "m.bin"])
+def test_a_file_that_cannot_be_read(call, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # opens, and reading fails
+    code, out, err = call("plan", tmp_path / name, *BOARD)
+    assert (code, out) == (5, "")
+    assert f"cannot read {tmp_path / name}: " in err
+
+
 def test_this_machine_is_planned_with_what_it_has(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 5 << 30)
     found = document(call, "llama-3.2-3b")

@@ -153,6 +153,10 @@ def test_files_of_prompts(tmp_path: Path) -> None:
             read_prompts(file)
     with pytest.raises(CheckpointError, match="No such file"):
         read_prompts(tmp_path / "missing")
+    with file.open("wb") as stream:
+        stream.truncate((64 << 20) + 1)
+    with pytest.raises(CheckpointError, match="at most 67108864 bytes"):
+        read_prompts(file)
 
 
 def test_the_adversary_is_not_the_library() -> None:

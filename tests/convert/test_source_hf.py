@@ -282,6 +282,9 @@ def test_architecture_switches() -> None:
     assert _spec(num_key_value_heads=...).num_kv_heads == 4
 
 
+YARN = {"rope_type": "yarn"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
@@ -302,6 +305,16 @@ def test_architecture_switches() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"rope": {"rope_type": "linear", "factor": 10**400}}, "factor"),
+        ({"rope": {"rope_type": "dynamic", "factor": float("inf")}}, "factor"),
+        ({"rope": YARN | {"original_max_position_embeddings": 1e400}}, "original_max_position"),
+        ({"rope": YARN | {"original_max_position_embeddings": "x"}}, "original_max_position"),
+        ({"rope": YARN | {"beta_fast": 10**400}}, "beta_fast"),
+        ({"rope": YARN | {"attention_factor": float("nan")}}, "attention_factor"),
+        ({"rope": YARN | {"mscale": 10**400}}, "mscale"),
         ({"architectures": 1}, "architectures"),
         ({"layer_types": "full_attention"}, "layer_types"),
     ],

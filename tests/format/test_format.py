@@ -182,6 +182,7 @@ def test_versions(folder: Path, version: Any) -> None:
     refused(folder, "expected format version 1")
 
 
+AGREEMENT = ("target_original", "draft_target", "draft_original", "w8_rtn_original")
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "unknown field": (lambda m: m.update(colour=1), ("colour",)),
     "unknown spec field": (lambda m: m["spec"].update(window=9), ("window", "$.spec")),
@@ -208,6 +209,14 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "epsilon": (lambda m: m["spec"].update(rms_norm_eps=-1), ("rms_norm_eps",)),
     "theta": (lambda m: m["spec"]["rope"].update(theta=0), ("rope.theta",)),
     "factor": (lambda m: m["spec"]["rope"].update(factor=0), ("rope.factor",)),
+    "huge theta": (lambda m: m["spec"]["rope"].update(theta=1e308), ("rope.theta",)),
+    "huge factor": (lambda m: m["spec"]["rope"].update(factor=1e308), ("rope.factor",)),
+    "beta": (lambda m: m["spec"]["rope"].update(beta_fast=-1), ("rope.beta_fast",)),
+    "share": (lambda m: m.update(clipped_share=1e308), ("clipped_share", "0 to 1")),
+    "agreement": (
+        lambda m: m.update(agreement=dict.fromkeys(AGREEMENT, 1e308) | {"positions": 1}),
+        ("agreement.", "0 to 1"),
+    ),
     "odd head_dim": (lambda m: m["spec"].update(head_dim=15), ("head_dim", "even")),
     "rotation": (lambda m: m["rotation"].update(kind="none"), ("unknown plane", "r1")),
     "r3": (lambda m: m["spec"].update(head_dim=24), ("expected",)),

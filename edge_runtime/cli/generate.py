@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_runtime.cli.model import EngineOptions, open_model, run_options
-from edge_runtime.cli.options import json_option, model_argument, print_document, user_path
+from edge_runtime.cli.options import Finite, json_option, model_argument, print_document, user_path
 from edge_runtime.cli.sampling import make_sampling, sampling_options
 from edge_runtime.errors import CheckpointError, UsageError
 
@@ -38,7 +38,7 @@ _ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(EngineOpti
 @click.option("--raw", is_flag=True, help="Plain completion, without the chat template.")
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="SECONDS",
     help="Return what is there after this time.",
 )

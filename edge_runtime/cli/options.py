@@ -8,6 +8,7 @@ sense: whether a budget is enough, or a backend is there, the layer that owns it
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -86,6 +87,17 @@ def parse_threads(text: str) -> int:
     return count
 
 
+def parse_float(text: str) -> float:
+    """Return a number that is neither NaN nor infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{cut(text)!r} is not a valid float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{cut(text)!r} is not a finite number")
+    return number
+
+
 if TYPE_CHECKING:  # a generic in click's types; at run time only in its later versions
     _ParamType = click.ParamType[object]
 else:
@@ -111,7 +123,18 @@ class Parsed(_ParamType):
             self.fail(str(error), param, ctx)
 
 
+class Finite(click.FloatRange):
+    """A number within limits; click's own range lets NaN pass, and infinity where it is open."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse text as a number."""
+        return float(super().convert(FLOAT.convert(value, param, ctx), param, ctx))
+
+
 SIZE = Parsed("size", parse_size)
+FLOAT = Parsed("float", parse_float)
 DRAFT = Parsed("draft", checked_draft)
 THREADS = Parsed("threads", parse_threads)
 CTX = Parsed("tokens", parse_ctx)

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.options import json_option, print_document, user_path
+from edge_runtime.cli.options import Finite, json_option, print_document, user_path
 
 if TYPE_CHECKING:
     from edge_runtime.power import Meter, Record, Sample
@@ -47,7 +47,7 @@ def command() -> None:
 @power_source_option
 @click.option(
     "--interval",
-    type=click.FloatRange(0.02, 3600),
+    type=Finite(0.02, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -225,7 +225,7 @@ def watch_lines(document: dict[str, Any]) -> list[str]:
 @click.argument("log", metavar="LOG")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0, min_open=True, max=86400),
+    type=Finite(min=0, min_open=True, max=86400),
     metavar="SECONDS",
     help="Time between lines.  [default: from the dates, else 1]",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edge_runtime.cli.options import F
+from edge_runtime.cli.options import FLOAT, F
 
 if TYPE_CHECKING:
     from edge_runtime.decode.sampling import Sampling
@@ -26,31 +26,31 @@ _OPTIONS = (
         help="Tokens to generate at most.",
     ),
     click.option(
-        "--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy."
+        "--temp", type=FLOAT, default=0.0, show_default=True, help="Temperature; 0 is greedy."
     ),
     click.option(
-        "--top-p", type=float, default=1.0, show_default=True, help="Likeliest tokens up to P."
+        "--top-p", type=FLOAT, default=1.0, show_default=True, help="Likeliest tokens up to P."
     ),
     click.option(
         "--top-k", type=int, default=0, show_default=True, help="The K likeliest tokens; 0: all."
     ),
     click.option(
         "--min-p",
-        type=float,
+        type=FLOAT,
         default=0.0,
         show_default=True,
         help="Only tokens at least this share as likely as the likeliest.",
     ),
     click.option(
         "--repetition-penalty",
-        type=float,
+        type=FLOAT,
         default=1.0,
         show_default=True,
         help="Divides logits of tokens that occurred; 1 is off.",
     ),
     click.option(
         "--presence-penalty",
-        type=float,
+        type=FLOAT,
         default=0.0,
         show_default=True,
         help="Subtracted from logits of tokens in the answer; 0 is off.",

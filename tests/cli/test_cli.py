@@ -19,7 +19,7 @@ from hypothesis import given
 
 from edge_runtime import cli, errors
 from edge_runtime.cli import options
-from edge_runtime.cli.app import COMMANDS
+from edge_runtime.cli.app import COMMANDS, app
 from edge_runtime.cli.pull import ProgressLine
 
 PRELUDE = """
@@ -374,3 +374,27 @@ def test_a_wrong_value_names_the_option(args: list[str]) -> None:
     assert done.exit_code == 2
     assert args[0] in done.stderr
     assert len(done.stderr) < 400
+
+
+def float_options(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words that lead to every option of a command whose value is a number with a fraction."""
+    found = [
+        (*path, option.opts[-1])
+        for option in command.params
+        if isinstance(option, click.Option) and option.type.name in ("float", "float range")
+    ]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(None):
+            sub = command.get_command(None, name)
+            assert sub is not None
+            found += float_options(sub, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("words", float_options(app), ids=" ".join)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_float_option_is_finite(words: tuple[str, ...], value: str, capsys) -> None:
+    code, out, err = call(capsys, *words, value, "model")
+    assert (code, out) == (2, "")
+    assert words[-1] in err
+    assert "finite" in err or "range" in err

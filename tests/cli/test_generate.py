@@ -157,7 +157,7 @@ def test_stop_and_deadline(call, tiny_checkpoint: Path) -> None:
         (["-p", "a", "--file", "b"], 2, "got two"),
         (["--file", "/no/such/file"], 5, "No such file"),
         (["-p", "hello", "--temp", "-1"], 2, "temperature"),
-        (["-p", "hello", "--temp", "nan"], 2, "temperature"),
+        (["-p", "hello", "--temp", "nan"], 2, "--temp"),
         (["-p", "hello", "--temp", "warm"], 2, "--temp"),
         (["-p", "hello", "--top-p", "0"], 2, "top_p"),
         (["-p", "hello", "-n", "0"], 2, "-n"),

@@ -130,7 +130,8 @@ class Finite(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Parse text as a number."""
-        return float(super().convert(FLOAT.convert(value, param, ctx), param, ctx))
+        FLOAT.convert(value, param, ctx)  # refuses what is not finite
+        return float(super().convert(value, param, ctx))
 
 
 SIZE = Parsed("size", parse_size)

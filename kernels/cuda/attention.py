@@ -50,24 +50,22 @@ def tiles_for(rows: int, group: int, head_dim: int, *, fewest_columns: int = 8) 
         return Tiles(form="rows", queries=32, warps=4)
     if vectors == 1 and head_dim % 8 == 0:
         return Tiles(form="words", queries=1, registers=128)
-    queries = min(32, max(fewest_columns, _power_of_two(vectors)))
-    return Tiles(form="cols", queries=queries, warps=max(1, queries // 8))
+    return Tiles(form="cols", queries=fewest_columns)
 
 
 class Workspace:
     """Partial results of up to `rows` rows over `tokens` tokens, made once and used by every layer.
 
-    partial: fp32 [rows·heads, (D + 3)·blocks]: of every block its values, then maxima, then sums,
-    then weights.
+    partial: fp32 [rows·heads, (D + 2)·blocks]: of every block its values, then maxima, then sums.
     """
 
     def __init__(
         self, rows: int, num_heads: int, head_dim: int, tokens: int, device: torch.device | str
     ) -> None:
         blocks = -(-tokens // KV_BLOCK)
-        assert rows * num_heads * (head_dim + 3) * blocks < 2**31, "kernels count in int32"
+        assert rows * num_heads * (head_dim + 2) * blocks < 2**31, "kernels count in int32"
         self.max_blocks = blocks
-        self.partial = torch.empty(rows * num_heads, (head_dim + 3) * blocks, device=device)
+        self.partial = torch.empty(rows * num_heads, (head_dim + 2) * blocks, device=device)
 
 
 def attention(
@@ -103,9 +101,9 @@ def attention(
     words = tiles.form == "words"
     planes = _planes(cache, torch.int32 if words else torch.uint8)
     grid = (
+        -(-M * group // tiles.queries),
         -(-tokens // (tiles.split * KV_BLOCK)),
         kv_heads,
-        -(-M * group // tiles.queries),
     )
     kernels.attend_split[grid](
         q,

@@ -128,10 +128,11 @@ def _value_dots(codes, w_high, w_low, FORM: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _load_plane(ptr, at, inside, EVEN: tl.constexpr):
+    """Read once: it leaves L2 before the partial results do."""
     if EVEN:
-        return tl.load(ptr + at)
+        return tl.load(ptr + at, eviction_policy="evict_first")
     else:
-        return tl.load(ptr + at, mask=inside, other=0)
+        return tl.load(ptr + at, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -186,13 +187,8 @@ def _load_values(
 
 
 @triton.jit
-def _attend_block(
-    base, refine, value_scale, s, left, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr
-):
-    """Softmax of one block and its values: scores s -> (block max, block sum, out of both halves).
-
-    out: fp32 [dims, Q] (ROWS: [Q, dims]), still to be divided by the sum.
-    """
+def _softmax_block(s, value_scale, left, FORM: tl.constexpr):
+    """Scores of one block -> block max, block sum, both limbs of -i, -8·Σ i, step (wm / 32767)."""
     AXIS: tl.constexpr = 1 if FORM == ROWS else 0
     token = tl.arange(0, BLOCK)
     most = tl.max(s, AXIS)
@@ -217,14 +213,19 @@ def _attend_block(
     else:
         w_high = ((minus + 128) >> 8).to(tl.int8)
         w_low = minus.to(tl.int8)
-    low, high = _unpack(base, refine, FORM, FULL, ASM)
-    o_low = _value_dots(low, w_high, w_low, FORM, ASM)
-    o_high = _value_dots(high, w_high, w_low, FORM, ASM)
+    return most, block_sum, w_high, w_low, total8, step
+
+
+@triton.jit
+def _values(
+    codes, w_high, w_low, total8, step, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr
+):
+    """One half of the dims of a block, fp32 [half, Q] (ROWS: [Q, half])."""
+    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
+    sums = _value_dots(codes, w_high, w_low, FORM, ASM)
     if FULL:
-        o_low -= tl.expand_dims(total8, AXIS)
-        o_high -= tl.expand_dims(total8, AXIS)
-    step = tl.expand_dims(step, AXIS)
-    return most, block_sum, (-o_low).to(tl.float32) * step, (-o_high).to(tl.float32) * step
+        sums -= tl.expand_dims(total8, AXIS)
+    return (-sums).to(tl.float32) * tl.expand_dims(step, AXIS)
 
 
 @triton.jit
@@ -278,16 +279,17 @@ def _split_blocks(
             base, refine, value_scale = _load_values(
                 value_base, value_refine, value_scale_ptr, block, HALF, DIMS, FORM, FULL
             )
-        most, total, o_low, o_high = _attend_block(
-            base, refine, value_scale, s, left, FORM, FULL, ASM
-        )
+        most, total, w_high, w_low, total8, step = _softmax_block(s, value_scale, left, FORM)
         keep = valid & (left > 0) & ((first_full <= block) == FULL)
         tl.store(partial_ptr + stat_at + block, most, mask=keep)
         tl.store(partial_ptr + stat_at + max_blocks + block, total, mask=keep)
         at = (out_at + block * D)[None, :] + d[:, None]
         inside = (d < HALF)[:, None] & keep[None, :]
-        tl.store(partial_ptr + at, o_low, mask=inside)
-        tl.store(partial_ptr + at + HALF, o_high, mask=inside)
+        low, high = _unpack(base, refine, FORM, FULL, ASM)
+        out = _values(low, w_high, w_low, total8, step, FORM, FULL, ASM)
+        tl.store(partial_ptr + at, out, mask=inside)
+        out = _values(high, w_high, w_low, total8, step, FORM, FULL, ASM)
+        tl.store(partial_ptr + at + HALF, out, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_queries", "heads", "max_blocks"])
@@ -301,8 +303,8 @@ def attend_split(
     value_refine_ptr,
     key_scale_ptr,
     value_scale_ptr,
-    partial_ptr,  # fp32 [M·heads, (D + 3)·max_blocks]: of every block its values, then maxima,
-    # then sums, then room for `combine`
+    partial_ptr,  # fp32 [M·heads, (D + 2)·max_blocks]: of every block its values, then maxima,
+    # then sums
     num_queries,  # M · group
     heads,
     T,
@@ -320,18 +322,20 @@ def attend_split(
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
     HALF: tl.constexpr = D // 2
-    kv_head = tl.program_id(1)
-    query = tl.program_id(2) * BQ + tl.arange(0, BQ)
+    kv_head = tl.program_id(2)
+    query = tl.program_id(0) * BQ  # tiles that read the same tokens run side by side
+    query += tl.arange(0, BQ)
     valid = query < num_queries
     query = tl.minimum(query, num_queries - 1)
     row = query // GROUP
     head = kv_head * GROUP + query % GROUP
+    # all of these before the branch: one latency, not three
     position = tl.load(position_ptr + row)
-    start = tl.program_id(0) * SPLIT
+    first_full = _full_block(tl.load(full_from_ptr + row))
+    x_low, x_high = _load_queries(q_ptr, row, head, heads, D, HP, FORM)
+    start = tl.program_id(1) * SPLIT
     stop = tl.minimum(start + SPLIT, tl.max(position, 0) // BLOCK + 1)
     if start < stop:
-        first_full = _full_block(tl.load(full_from_ptr + row))
-        x_low, x_high = _load_queries(q_ptr, row, head, heads, D, HP, FORM)
         q_low, q_high, q_sum8, scale = _quantised_query(x_low, x_high, FORM, 0)
         factor = scale * softmax_scale
         if FORM == WORDS:  # numbers so far
@@ -342,7 +346,7 @@ def attend_split(
         key_base, key_refine = key_base_ptr + at * unit, key_refine_ptr + at * unit
         value_base, value_refine = value_base_ptr + at * unit, value_refine_ptr + at * unit
         key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
-        out_at = (row * heads + head) * (max_blocks * (D + 3))
+        out_at = (row * heads + head) * (max_blocks * (D + 2))
         stat_at = out_at + max_blocks * D
         # where queries differ, a block is walked both ways, each query keeping one result
         base_stop = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
@@ -361,7 +365,7 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["heads", "max_blocks"])
 def combine(
-    partial_ptr,  # fp32 [M·heads, (D + 3)·max_blocks]: see `attend_split`
+    partial_ptr,  # fp32 [M·heads, (D + 2)·max_blocks]: see `attend_split`
     position_ptr,  # int32 [M]
     y_ptr,  # fp32 [M, heads, D]
     heads,
@@ -376,20 +380,14 @@ def combine(
     """
     vector = tl.program_id(0)
     blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
-    partial_ptr += vector.to(tl.int64) * max_blocks * (D + 3)
+    partial_ptr += vector.to(tl.int64) * max_blocks * (D + 2)
     most_ptr = partial_ptr + max_blocks * D
-    weight_ptr = most_ptr + 2 * max_blocks
     i = tl.arange(0, CHUNK)
     most = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
     for b in range(0, blocks, CHUNK):
         there = b + i < blocks
         most = tl.maximum(most, tl.load(most_ptr + b + i, mask=there, other=floats.NEG_INF))
     top = tl.max(most, 0)
-    for b in range(0, blocks, CHUNK):
-        there = b + i < blocks
-        c = exp_nonpositive(tl.load(most_ptr + b + i, mask=there, other=0.0) - top)
-        tl.store(weight_ptr + b + i, c, mask=there)  # the programs of a vector write the same
-    tl.debug_barrier()  # what this program wrote above is read below, by other threads
 
     lane = tl.arange(0, 32)
     last = lane == 31
@@ -399,10 +397,15 @@ def combine(
     y = tl.zeros((32,), tl.float32)
     whole = blocks // UNROLL * UNROLL
     for b in range(0, whole, UNROLL):
-        for u in tl.static_range(UNROLL):
-            y += tl.load(partial_ptr + (at + stride * (b + u))) * tl.load(weight_ptr + (b + u))
+        for part in tl.static_range(UNROLL // 32):
+            first = b + 32 * part
+            c = exp_nonpositive(tl.load(most_ptr + first + lane) - top)
+            for u in tl.static_range(32):
+                weight = tl.gather(c, lane * 0 + u, 0)  # of block first + u, in every lane
+                y += tl.load(partial_ptr + (at + stride * (first + u))) * weight
     for b in range(whole, blocks):
-        y += tl.load(partial_ptr + (at + stride * b)) * tl.load(weight_ptr + b)
+        weight = exp_nonpositive(tl.load(most_ptr + b) - top)
+        y += tl.load(partial_ptr + (at + stride * b)) * weight
     total = tl.sum(tl.where(last, y, 0.0), 0) + tl.zeros_like(y)
     y_ptr += vector.to(tl.int64) * D
     tl.store(y_ptr + d, tl.div_rn(y, total), mask=(lane < 31) & (d < D))

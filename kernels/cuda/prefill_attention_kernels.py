@@ -14,12 +14,14 @@ from edge_runtime.kernels.cuda import floats
 from edge_runtime.kernels.cuda.attention_kernels import (
     BLOCK,
     ROWS,
-    _attend_block,
     _full_block,
     _load_queries,
     _load_values,
     _quantised_query,
     _scores,
+    _softmax_block,
+    _unpack,
+    _values,
 )
 
 
@@ -57,15 +59,14 @@ def _add_blocks(
         base, refine, scale = _load_values(
             value_base, value_refine, value_scale, block, HALF, HP, ROWS, FULL
         )
-        most, block_sum, o_low, o_high = _attend_block(
-            base, refine, scale, s, left, ROWS, FULL, ASM
-        )
+        most, block_sum, w_high, w_low, total8, step = _softmax_block(s, scale, left, ROWS)
         # a block that no token of which is seen has weight exp(-inf) = 0 and sums of 0
         mine = (first_full <= block) == FULL
         c = tl.where(mine, floats.exp_nonpositive(most - top), 0.0)
-        y_low += o_low * c[:, None]
-        y_high += o_high * c[:, None]
         total += block_sum * c
+        low, high = _unpack(base, refine, ROWS, FULL, ASM)
+        y_low += _values(low, w_high, w_low, total8, step, ROWS, FULL, ASM) * c[:, None]
+        y_high += _values(high, w_high, w_low, total8, step, ROWS, FULL, ASM) * c[:, None]
     return y_low, y_high, total
 
 

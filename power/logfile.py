@@ -1,16 +1,18 @@
 """A tegrastats log: read in bounded memory, summed up without keeping its lines.
 
-Invariant: a line whose total is unknown counts as a line and as time, not as 0 mW: the mean is over
-the lines that say it. The duration is that of the dates when every line has one: their span less
-its holes (a logger that was stopped, a clock that was set), each taken for one usual step. Without
-dates it is lines times the interval that tegrastats was told, 1 s unless said otherwise.
+Invariant: a line that was cut does not change what the total is of. A line whose total is unknown
+counts as a line and as time, not as 0 mW: the mean is over the lines that say it. The duration is
+that of the dates when every line has one: their span less its holes (a logger that was stopped, a
+clock that was set), each taken for one usual step. Without dates it is lines times the interval
+that tegrastats was told, 1 s unless said otherwise.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -46,12 +48,33 @@ def read_records(stream: IO[bytes], name: str) -> Iterator[Record]:
     Raises PowerLogError if reading fails.
     """
     try:
-        for line in read_lines(stream):
-            if (record := parse_line(line)) is not None:
-                yield record
+        yield from _with_sure_totals(filter(None, map(parse_line, read_lines(stream))))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PowerLogError(f"cannot read the power log {name}: {reason}", HINT) from None
+
+
+def _with_sure_totals(records: Iterator[Record]) -> Iterator[Record]:
+    """Yield records; the total of a line that was cut before the rail of its total is unknown.
+
+    Of a Thor's line cut before VIN, the sum of the module is left. Such a line has only some of the
+    rails of the lines around it, and another total than they.
+    """
+    before: Record | None = None
+    held: Record | None = None
+    for record in itertools.chain(records, [None]):
+        if held is not None:
+            around = [r for r in (before, record) if r is not None and r.total_mw is not None]
+            if around and all(_is_cut(held, whole) for whole in around):
+                held = replace(held, total_mw=None, total_rail=None, scope=None)
+            elif held.total_mw is not None:
+                before = held
+            yield held
+        held = record
+
+
+def _is_cut(record: Record, whole: Record) -> bool:
+    return record.rails.keys() < whole.rails.keys() and record.total_rail != whole.total_rail
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Invariant: the child is ended by its process id, never with `--stop`, which would end everybody's.
 It has a session of its own, so that Ctrl-C in the terminal leaves it alone; if this process dies
-without a word, the child's next line meets a closed pipe and ends it too. Hence its interval is at
-most a second.
+without a word, the kernel ends the child. The kernel does so when the thread that started the child
+ends, so the thread that reads its lines starts it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,20 @@ MAX_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.02
 PROBE_S = 3.0
 PROBE_LINES = 3
+_MAX_REASON = 200  # characters of what it says on stderr
+# asks for PR_SET_PDEATHSIG, then becomes the program; what it does not do between fork and exec,
+# as preexec_fn would, is safe beside other threads
+_WRAPPER = """
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 9)
+except (OSError, AttributeError):
+    pass
+try:
+    os.execv(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]} cannot be run: {error.strerror}")
+"""
 _Take = Callable[[str], None]
 _AtEnd = Callable[[], None]
 _PLACES = ("/usr/bin/tegrastats", "/home/nvidia/tegrastats")  # r28 has it in the home folder
@@ -45,6 +60,8 @@ class TegrastatsSource(Source):
         super().__init__(min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, interval_s)))
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        self._failed: OSError | None = None
         self._stopping = False
         self._rule: TotalRule | None = None
 
@@ -59,8 +76,8 @@ class TegrastatsSource(Source):
             if (record and record.total_mw is not None) or len(lines) >= PROBE_LINES:
                 enough.set()
 
-        self._launch(look, enough.set)
         try:
+            self._launch(look, enough.set)
             enough.wait(PROBE_S)
         finally:
             self.stop()
@@ -99,44 +116,71 @@ class TegrastatsSource(Source):
         program = find_program()
         if program is None:
             raise PowerUnavailable("no tegrastats on PATH")
-        self.ended = None
-        self._stopping = False
+        self.ended, self._failed, self._stopping = None, None, False
+        self._started.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(program, take, at_end), name="power-lines", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._failed is not None:
+            raise PowerUnavailable(f"{program} cannot be run: {self._failed.strerror}")
+
+    def _run(self, program: str, take: _Take, at_end: _AtEnd) -> None:
+        wrapper = [sys.executable, "-I", "-S", "-c", _WRAPPER]
         try:
-            self._child = subprocess.Popen(
-                [program, "--interval", str(round(self.interval_s * 1000))],
+            child = self._child = subprocess.Popen(
+                [*wrapper, program, "--interval", str(round(self.interval_s * 1000))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
             )
         except OSError as error:
-            raise PowerUnavailable(f"{program} cannot be run: {error.strerror}") from None
-        self._thread = threading.Thread(
-            target=self._read, args=(self._child, take, at_end), name="power-lines", daemon=True
-        )
-        self._thread.start()
-
-    def _read(self, child: subprocess.Popen[bytes], take: _Take, at_end: _AtEnd) -> None:
+            self._failed = error
+            return
+        finally:
+            self._started.set()
+        if self._stopping:  # `stop` did not wait for it
+            _end(child)
+        said: list[str] = []
+        errors = threading.Thread(target=_last_line, args=(child, said), daemon=True)
+        errors.start()
         assert child.stdout is not None
-        while chunk := child.stdout.readline(MAX_LINE_BYTES):
-            if chunk.endswith(b"\n") and not self._stopping:  # without an end it is torn
-                take(chunk.decode("utf-8", "replace"))
+        with contextlib.suppress(ValueError):  # it was closed while we read
+            while chunk := child.stdout.readline(MAX_LINE_BYTES):
+                if chunk.endswith(b"\n") and not self._stopping:  # without an end it is torn
+                    take(chunk.decode("utf-8", "replace"))
         if not self._stopping:
-            self.ended = f"tegrastats ended ({_manner(child)})"
+            manner = _manner(child)
+            errors.join(timeout=1.0)
+            self.ended = ": ".join([f"tegrastats ended ({manner})", *said])
         at_end()
 
     def stop(self) -> None:
         """End the child and whatever it started in its own session."""
         self._stopping = True
+        if self._thread is not None:
+            self._started.wait(timeout=1.0)
         child, self._child = self._child, None
         if child is not None:
             _end(child)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
             self._thread = None
-        if child is not None and child.stdout is not None and not child.stdout.closed:
-            with contextlib.suppress(OSError):
-                child.stdout.close()
+        for stream in (child.stdout, child.stderr) if child is not None else ():
+            if stream is not None and not stream.closed:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def _last_line(child: subprocess.Popen[bytes], said: list[str]) -> None:
+    """Read stderr to its end; leave its last line in `said`."""
+    assert child.stderr is not None
+    with contextlib.suppress(ValueError, OSError):  # it was closed while we read
+        while chunk := child.stderr.readline(MAX_LINE_BYTES):
+            if text := chunk.decode("utf-8", "replace").strip():
+                said[:] = [text[:_MAX_REASON]]
 
 
 def _manner(child: subprocess.Popen[bytes]) -> str:

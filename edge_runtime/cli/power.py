@@ -83,6 +83,10 @@ def watch(power_source: str, interval: float, count: int | None, as_json: bool) 
         print_document(document)
     if interrupted:
         raise KeyboardInterrupt
+    if meter.ended and document["readings"] != count:
+        raise PowerUnavailable(
+            f"the power source ended after {document['readings']} readings: {meter.notes[-1]}"
+        )
 
 
 def _samples(meter: Meter, interval_s: float, count: int | None) -> Iterator[Sample]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tegrastats_fakes import CORPUS, corpus, expected, install_fake
+from tegrastats_fakes import CORPUS, corpus, expected, install_fake, install_script
 
 PROGRAM = [sys.executable, "-c", "from edge_runtime.cli import main; main()"]
 
@@ -125,14 +125,37 @@ def test_watch_a_log(call, log: Path) -> None:
     assert "1 readings" in out
 
 
-def test_watch_ends_with_its_source(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [(), ("--count", 100)])
+def test_watch_ends_with_its_source(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
     folder = tmp_path / "bin"
-    install_fake(folder, lines=4)
+    line = "RAM 1/2MB VDD_IN 5000mW/5000mW"
+    text = f"#!/bin/sh\nfor n in 1 2 3 4; do echo '{line}'; sleep 0.1; done\necho no sensor >&2\n"
+    install_script(folder, text + "exit 7\n")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    args = ("--power-source", "tegrastats", "--interval", "0.1")
-    code, out, _ = call("power", "watch", *args)
-    assert code == 0
-    assert "tegrastats ended (exit code 0)" in out
+    args = ("--power-source", "tegrastats", "--interval", "0.1", *more, "--json")
+    code, out, err = call("power", "watch", *args)
+    assert code == 4
+    why = "tegrastats ended (exit code 7): no sensor"
+    assert json.loads(out)["notes"] == [why]
+    assert f"readings: {why}" in err.splitlines()[-1]
+
+
+def test_no_child_outlives_a_watch_that_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    line = "RAM 1/2MB VDD_IN 5000mW/5000mW"
+    pid = folder / "load.pid"
+    text = f"#!/bin/sh\ntrap '' TERM PIPE\necho $$ > {pid}\n"
+    install_script(folder, text + f"while :; do echo '{line}'; sleep 0.1; done\n")
+    command = [*PROGRAM, "power", "watch", "--power-source", "tegrastats"]
+    path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | path) as process:
+        assert process.stdout is not None
+        while b"5.00 W" not in process.stdout.readline():
+            assert process.poll() is None
+        process.kill()
+    assert is_gone(folder / "load")
 
 
 @pytest.mark.parametrize("args", [("--json",), ()])

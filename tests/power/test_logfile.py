@@ -55,6 +55,26 @@ def test_holes_are_left_out() -> None:
     assert totals([line(5000, s) for s in back]).duration_s == 19
 
 
+THOR = "RAM 1/2MB VDD_GPU 4746mW/1mW VDD_CPU_SOC_MSS 3798mW/1mW VIN_SYS_5V0 4940mW/1mW"
+BOARD = THOR + " VIN 19780mW/1mW"
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_line_cut_before_the_rail_of_its_total(place: int) -> None:
+    for end in ("", " V", " VIN", " VIN 19", " VIN 19780"):
+        lines = [BOARD] * 5
+        lines[place] = THOR + end
+        found = totals(lines)
+        assert (found.lines, found.lines_with_total, found.rails) == (5, 4, ("VIN",))
+        assert found.mean_mw == 19780
+
+
+def test_logs_of_two_boards_keep_their_totals() -> None:
+    found = totals([THOR] * 3 + [BOARD] * 3)
+    assert (found.lines_with_total, len(found.rails)) == (6, 2)
+    assert totals([THOR]).mean_mw == 13484
+
+
 def test_dates_that_make_no_sense() -> None:
     found = totals([line(5000, 0, day) for day in (1, 9, 3)])
     assert (found.duration_s, found.how[:23]) == (3, "the dates make no sense")

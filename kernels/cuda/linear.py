@@ -96,6 +96,15 @@ def group_sums(codes: Tensor, group_size: int) -> Tensor:
     return codes.view(M, Kp // group_size, group_size).sum(-1, dtype=torch.int32)
 
 
+def by_column(sums: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return sums [M, Kp/G] as a view of [Kp/G, M], written into `out` of that shape if given:
+    a program of many rows then reads their sums of one group as whole lines."""
+    M, groups = sums.shape
+    if out is None:
+        out = torch.empty(groups, M, dtype=sums.dtype, device=sums.device)
+    return out.copy_(sums.t()).t()
+
+
 def linear(
     codes: Tensor,
     x_scale: Tensor,
@@ -119,10 +128,11 @@ def linear(
         out = torch.empty(M, N, dtype=torch.float32, device=codes.device)
     kernels = _kernels()
     if tile is None:
-        tile = choose(_arch(codes.device), view, M, N, kernels.MIN_COLUMNS)
+        arch = _arch(codes.device)
+        tile = choose(arch, view, M, N, weight.group_size, kernels.MIN_COLUMNS)
     tensors = (codes, sums, x_scale, weight.base, weight.refine)
-    tail = (weight.scale, weight.scale if weight.bias is None else weight.bias)
-    tail += (out if residual is None else residual, out)
+    bias = weight.scale if weight.bias is None else weight.bias
+    tail = (weight.scale, bias, out if residual is None else residual, out)
     flags: dict[str, Any] = {
         "G": weight.group_size,
         "W8": view == "w8",
@@ -131,7 +141,7 @@ def linear(
         "BN": tile.rows,
         "ASM": not kernels.INTERPRETED,
         "num_warps": tile.warps,
-        "maxnreg": tile.max_registers,
+        "maxnreg": tile.max_registers if weight.group_size == 128 else None,
         "enable_fp_fusion": False,
     }
     if tile.form == "dot4" and M == 1 and weight.mult_rows is not None and weight.row_tile == 1:
@@ -146,6 +156,7 @@ def linear(
         *tail,
         M,
         N,
+        *sums.stride(),
         weight.mult.shape[1],
         weight.num_inputs // 2,
         EVEN=N % tile.rows == 0,

@@ -27,6 +27,8 @@ _MMA_TYPES = {
     "y_ptr": "*fp32",
     "M": "i32",
     "N": "i32",
+    "sum_stride": "i32",
+    "sum_step": "i32",
     "mult_stride": "i32",
     "half_k": "i32",
 }
@@ -70,7 +72,7 @@ def compile_linear(
             _DOT4_TYPES,
             {**constants, "BQ": tile.columns, "QUADS": groups * group_size // 32},
             num_warps=tile.warps,
-            max_registers=tile.max_registers,
+            max_registers=tile.max_registers if group_size == 128 else None,
             arch=arch,
             unaligned=("N",),
         )
@@ -86,9 +88,9 @@ def compile_linear(
             "STAGES": tile.stages,
         },
         num_warps=tile.warps,
-        max_registers=tile.max_registers,
+        max_registers=tile.max_registers if group_size == 128 else None,
         arch=arch,
-        unaligned=("M", "N"),
+        unaligned=("M", "N", "sum_stride", "sum_step"),
     )
 
 
@@ -117,5 +119,5 @@ def launch_linear(
         grid, numbers = (-(-N // tile.rows),), [N]
     else:
         grid = (-(-N // tile.rows) * -(-M // tile.columns),)
-        numbers = [M, N, mult.shape[1], weight.num_inputs // 2]
+        numbers = [M, N, *sums.stride(), mult.shape[1], weight.num_inputs // 2]
     function.launch(grid, [*pointers, *numbers], stream)

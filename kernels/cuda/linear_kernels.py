@@ -20,10 +20,10 @@ MIN_COLUMNS = 8 if _VERSION >= (3, 5) else 16  # of an int8 tl.dot
 @triton.jit
 def _group(acc, w, r, xl, xh, start, mult, W8: tl.constexpr, ASM: tl.constexpr):
     """acc + mult · (start + dot): plane bytes uint8 [BN, G/2], x int8 [G/2, BM] twice, start int32
-    [BM] (-8·Σx in the w8 view), mult int16 [BN], acc int64 [BN, BM]."""
+    [BM] (-8·Σx, in the w8 view), mult int16 [BN], acc int64 [BN, BM]."""
     if W8:
         low, high = w8_codes(w, r, ASM)
-        start, _ = tl.broadcast(start[None, :], acc)  # the tensor core adds it for nothing
+        start, _ = tl.broadcast(start[None, :], acc)  # the tensor core adds it
         dots = tl.dot(low, xl, acc=start, out_dtype=tl.int32)
     else:
         low, high = w4_codes(w, ASM)
@@ -43,6 +43,7 @@ def _pair_of_32(
     mult_ptr,
     rows,
     cols,
+    sum_step,
     mult_stride,
     half_k,
     g,
@@ -70,17 +71,17 @@ def _pair_of_32(
         start = cols.to(tl.int32)
         if W8:
             eight = tl.where(at_g == g + k, 8, 0)  # a group that is not there has no sum
-            start = -eight * tl.load(sum_ptr + at_g, mask=cols, other=0)
+            start = -eight * tl.load(sum_ptr + at_g * sum_step, mask=cols, other=0)
         mult = tl.load(mult_ptr + at_g * mult_stride, mask=rows, other=0)
         xl_k, xh_k = tl.where(mine, xl, none), tl.where(mine, xh, none)
         acc = _group(acc, w, r, xl_k, xh_k, start, mult, W8, ASM)
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@triton.jit(do_not_specialize=["M", "N", "sum_stride", "sum_step"])
 def linear_mma(
     x_ptr,  # int8 [M, 2·half_k]
-    sum_ptr,  # int32 [M, 2·half_k/G]
+    sum_ptr,  # int32 [M, 2·half_k/G], of any strides
     x_scale_ptr,  # fp32 [M]
     base_ptr,  # uint8 [N/ROWS, 2·half_k/G, ROWS, G/2], N padded to ROWS
     refine_ptr,  # the same; not read in the w4 view
@@ -91,6 +92,8 @@ def linear_mma(
     y_ptr,  # fp32 [M, N]
     M,
     N,
+    sum_stride,  # from row to row
+    sum_step,  # from group to group
     mult_stride,
     half_k,
     G: tl.constexpr,
@@ -115,17 +118,14 @@ def linear_mma(
     rm = (pid - pid_n * num_m) * BM + tl.arange(0, BM)
     rows, cols = rn < N, rm < M
     cm = tl.minimum(rm, M - 1)
-    if EVEN:
-        cn = rn
-    else:
-        cn = tl.minimum(rn, N - 1)
+    cn = rn if EVEN else tl.minimum(rn, N - 1)
     H_ROWS: tl.constexpr = H * ROWS  # bytes from a group to the next
     row = (cn // ROWS * ROWS).to(tl.int64) * half_k + cn % ROWS * H
     base_ptr += row[:, None]
     refine_ptr += row[:, None]
     x_ptr += cm[None, :] * (2 * half_k)
     groups = half_k // H
-    sum_ptr += cm * groups
+    sum_ptr += cm * sum_stride
     mult_ptr += rn
     acc = tl.zeros((BN, BM), tl.int64)
     if G == 32:  # the tensor core takes 32 bytes a time: two groups a step
@@ -139,6 +139,7 @@ def linear_mma(
                 mult_ptr,
                 rows,
                 cols,
+                sum_step,
                 mult_stride,
                 half_k,
                 2 * pair,
@@ -172,7 +173,7 @@ def linear_mma(
                     mult = tl.load(mult_ptr + g * mult_stride, mask=rows, other=0)
                 start = cm
                 if W8:
-                    start = -8 * tl.load(sum_ptr + g, mask=cols, other=0)
+                    start = -8 * tl.load(sum_ptr + g * sum_step, mask=cols, other=0)
                 acc = _group(acc, w, r, xl, xh, start, mult, W8, ASM)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + cm)[None, :]
     y *= tl.load(scale_ptr + cn)[:, None]

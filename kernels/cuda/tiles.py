@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int = 3
     step: int = 128  # inputs of a loop step, where the number of groups allows it
-    max_registers: int | None = None
+    max_registers: int | None = None  # with groups of 128; smaller ones would spill
 
     def unroll(self, group_size: int, groups: int) -> int:
         """Groups of a loop step; it divides their number."""
@@ -36,46 +36,77 @@ class Tile(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The tile of a view for up to max_rows tokens, on matrices of at least min_outputs rows."""
+    """The tile of a view for up to max_rows tokens, on matrices of at least min_outputs rows in
+    groups of at least min_group."""
 
     view: View
     max_rows: int
     min_outputs: int
     tile: Tile
+    min_group: int = 32
 
 
 ANY = 1 << 31
 
+# Orin: sm_87 code, timed on 8 multiprocessors of an H200 in bytes per clock and multiprocessor
+# (`tools/bench_cuda_linear.py`); an Orin NX needs 13.9 for its pin bandwidth. K = 4096, G = 128.
 ORIN = (
-    Line("w4", 8, 0, Tile("mma", 64, 8, 2)),
-    Line("w8", 8, 0, Tile("mma", 64, 8, 2)),
-    Line("w4", 16, 0, Tile("mma", 64, 16, 2)),
-    Line("w8", 16, 0, Tile("mma", 64, 16, 2)),
-    Line("w4", ANY, 0, Tile("mma", 64, 64, 4)),
-    Line("w8", ANY, 0, Tile("mma", 64, 64, 4)),
+    Line("w4", 8, 8192, Tile("mma", 64, 8, 1)),  # N = 22016: 36.9; two warps of 128 rows 36.5
+    Line("w4", 8, 0, Tile("mma", 64, 8, 1, 4)),  # N = 4096: 31.4; 3 stages 30.5
+    Line("w8", 8, 0, Tile("mma", 64, 8, 1)),  # 22016: 44.8, 4096: 41.4; 4 stages 42.7 and 41.1
+    # 22016: 26.9, 4096: 24.8; without the cap on registers 23.7
+    Line("w4", 16, 0, Tile("mma", 64, 16, 1, 3, max_registers=160), 64),
+    Line("w4", 16, 0, Tile("mma", 64, 16, 2)),  # groups of 32: the line above would spill
+    Line("w8", 16, 0, Tile("mma", 128, 16, 2)),  # 22016: 28.8, 4096: 29.2; 64 rows 28.3 and 27.1
+    # 11008x4096, sums by column; 17, 64, 288, 1024 rows: 161, 300, 1290, 4555 us with 32x32,
+    # 32x64 takes 293, 1378, 4366 at the last three, 64x32 in two warps 178, 343, 1477, 5246
+    Line("w4", 512, 0, Tile("mma", 32, 32, 1)),
+    Line("w4", ANY, 0, Tile("mma", 32, 64, 2)),
+    Line("w8", 512, 0, Tile("mma", 32, 32, 1)),
+    Line("w8", ANY, 0, Tile("mma", 32, 64, 2)),
 )
 
+# Hopper: native code on the whole H200, microseconds; K = 4096, G = 128.
 HOPPER = (
-    Line("w4", 1, 0, Tile("dot4", 4, 32, 4)),
-    Line("w8", 1, 0, Tile("dot4", 4, 32, 4)),
-    Line("w4", 8, 0, Tile("mma", 32, 8, 1)),
-    Line("w8", 8, 0, Tile("mma", 32, 8, 1)),
-    Line("w4", 16, 0, Tile("mma", 32, 16, 1)),
-    Line("w8", 16, 0, Tile("mma", 32, 16, 1)),
-    Line("w4", ANY, 0, Tile("mma", 128, 128, 8)),
-    Line("w8", ANY, 0, Tile("mma", 128, 128, 8)),
+    Line("w4", 1, 8192, Tile("dot4", 2, 32, 1)),  # N = 22016: 13.5; tensor cores 17.1
+    Line("w4", 1, 0, Tile("dot4", 2, 128, 2)),  # N = 4096: 4.1; tensor cores 9.1
+    Line("w8", 1, 8192, Tile("dot4", 1, 128, 1)),  # 22016: 22.2; tensor cores 30.1
+    Line("w8", 1, 0, Tile("dot4", 2, 64, 4)),  # 4096: 6.0; tensor cores 15.5
+    Line("w4", 8, 8192, Tile("mma", 128, 8, 2, 4, 256)),  # 22016: 17.6; step 128 22.9
+    Line("w4", 8, 0, Tile("mma", 16, 8, 1, 4, 256)),  # 4096: 9.4; 64 rows 11.1
+    Line("w8", 8, 8192, Tile("mma", 64, 8, 2, 3, 256)),  # 22016: 30.5; step 128 37.5
+    Line("w8", 8, 0, Tile("mma", 32, 8, 1, 4, 256)),  # 4096: 15.7; 64 rows 16.3
+    Line("w4", 16, 8192, Tile("mma", 128, 16, 2, 3, 256)),  # 22016: 19.4
+    Line("w4", 16, 0, Tile("mma", 16, 16, 1, 4, 256)),  # 4096: 11.2
+    Line("w8", 16, 8192, Tile("mma", 128, 16, 4, 3, 256)),  # 22016: 35.2
+    Line("w8", 16, 0, Tile("mma", 16, 16, 1, 4, 256)),  # 4096: 14.0
+    # 11008x4096: 17 rows 23, 64 rows 28; 64x128 is 41 at both
+    Line("w4", 64, 0, Tile("mma", 64, 32, 4, 3, max_registers=168)),
+    Line("w8", 64, 0, Tile("mma", 64, 32, 4, 3, max_registers=168)),
+    # 288 rows 76, 1024 rows 213; 64x64 111 and 303, 128x128 140 and 391
+    Line("w4", ANY, 0, Tile("mma", 64, 128, 4)),
+    Line("w8", ANY, 0, Tile("mma", 64, 128, 4)),
 )
 
 TABLES = {87: ORIN, 90: HOPPER}  # by compute capability; what is not listed takes ORIN
 
+# Rows of a tile of the planes (`linear.DeviceLinear`). Orin: whole lines in place of 64-byte pieces
+# take w8 from 38.2 to 44.8 and w4 from 34.4 to 37.3 at 8 rows. The dp4a form reads plain rows.
+ROW_TILES = {87: 64, 90: 1}
 
-def choose(arch: int, view: View, M: int, N: int, min_columns: int = 8) -> Tile:
+
+def choose(
+    arch: int, view: View, M: int, N: int, group_size: int = 128, min_columns: int = 8
+) -> Tile:
     """Return the tile for [M, K] x [N, K] on compute capability `arch` (87 is 8.7)."""
     table = TABLES.get(arch, ORIN)
     tile = next(
         line.tile
         for line in table
-        if line.view == view and line.max_rows >= M and line.min_outputs <= N
+        if line.view == view
+        and line.max_rows >= M
+        and line.min_outputs <= N
+        and line.min_group <= group_size
     )
     if tile.form == "mma" and tile.columns < min_columns:
         return tile._replace(columns=min_columns)

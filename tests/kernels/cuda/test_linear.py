@@ -13,7 +13,7 @@ from triton_devices import DEVICES, device_of
 
 from edge_runtime.kernels import ops, pack
 from edge_runtime.kernels.cuda import linear as cuda
-from edge_runtime.kernels.cuda.tiles import HOPPER, ORIN, Tile, choose
+from edge_runtime.kernels.cuda.tiles import ANY, HOPPER, ORIN, Tile, choose
 from edge_runtime.kernels.reference.linear import ExactLinear
 
 pytest.importorskip("triton")
@@ -95,6 +95,18 @@ def test_the_tables_own_tile(G: int, M: int, view: ops.View, device: str) -> Non
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_bias_and_residual(with_residual: bool, tile: Tile, device: str) -> None:
     check(case(19, 128, 64, bias=True), "w8", 1, device, tile, with_residual=with_residual)
+
+
+@pytest.mark.parametrize("G", [32, 64])
+def test_sums_by_column(G: int, device: str) -> None:
+    w = case(33, 192, G)
+    codes, scale = activation(np.random.default_rng(0), 20, 192)
+    want = ExactLinear.from_weights(w, "w8")(codes.float(), scale)
+    on = codes.to(device)
+    sums = cuda.by_column(cuda.group_sums(on, G))
+    assert sums.stride() == (1, 20)
+    weight = cuda.DeviceLinear.from_weights(w, device)
+    assert torch.equal(cuda.linear(on, scale.to(device), sums, weight, "w8").cpu(), want)
 
 
 @pytest.mark.parametrize("view", ["w4", "w8"])
@@ -247,7 +259,8 @@ def test_assembly_equals_its_twin(form: str, device: str) -> None:
 def test_tables() -> None:
     for table in (ORIN, HOPPER):
         for view in ("w4", "w8"):
-            assert any(ln.view == view and ln.min_outputs == 0 for ln in table[-2:]), "no last line"
+            last = [line for line in table if line.view == view][-1]
+            assert (last.max_rows, last.min_outputs) == (ANY, 0), "a shape without a tile"
     for view in ("w4", "w8"):
         tiles = {choose(87, view, M, 4096) for M in range(1, 9)}
         assert len(tiles) == 1, "on Orin eight rows cost what one does"

@@ -322,8 +322,12 @@ def attend_split(
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
     HALF: tl.constexpr = D // 2
-    kv_head = tl.program_id(2)
-    query = tl.program_id(0) * BQ  # tiles that read the same tokens run side by side
+    kv_head = tl.program_id(1)
+    tiles = tl.cdiv(num_queries, BQ)
+    split = tl.program_id(0) // tiles
+    query = (
+        tl.program_id(0) - split * tiles
+    ) * BQ  # tiles that read the same tokens run side by side
     query += tl.arange(0, BQ)
     valid = query < num_queries
     query = tl.minimum(query, num_queries - 1)
@@ -333,7 +337,7 @@ def attend_split(
     position = tl.load(position_ptr + row)
     first_full = _full_block(tl.load(full_from_ptr + row))
     x_low, x_high = _load_queries(q_ptr, row, head, heads, D, HP, FORM)
-    start = tl.program_id(1) * SPLIT
+    start = split * SPLIT
     stop = tl.minimum(start + SPLIT, tl.max(position, 0) // BLOCK + 1)
     if start < stop:
         q_low, q_high, q_sum8, scale = _quantised_query(x_low, x_high, FORM, 0)

@@ -139,7 +139,7 @@ def attend_rows(
         HALF, HP, True, ASM, STAGES,
     )  # fmt: skip
     d = tl.arange(0, HP)
-    at = ((row.to(tl.int64) * heads + head) * D)[:, None] + d[None, :]
+    at = ((row * heads + head) * D)[:, None] + d[None, :]
     inside = valid[:, None] & (d < HALF)[None, :]
     tl.store(y_ptr + at, tl.div_rn(y_low, total[:, None] + tl.zeros_like(y_low)), mask=inside)
     tl.store(

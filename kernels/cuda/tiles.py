@@ -109,5 +109,5 @@ def choose(
         and line.min_group <= group_size
     )
     if tile.form == "mma" and tile.columns < min_columns:
-        return tile._replace(columns=min_columns)
+        return choose(arch, view, min_columns, N, group_size, min_columns)
     return tile

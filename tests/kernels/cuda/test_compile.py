@@ -32,8 +32,8 @@ folder = pathlib.Path(sys.argv[1])
 lines = ORIN + tuple(line for line in HOPPER if line.tile.form == "dot4")
 rows = []
 for view, tile, least in dict.fromkeys((ln.view, ln.tile, ln.min_group) for ln in lines):
-    if tile.form == "mma":
-        tile = tile._replace(columns=max(tile.columns, MIN_COLUMNS))
+    if tile.form == "mma" and tile.columns < MIN_COLUMNS:
+        continue
     for G in (32, 64, 128):
         if G < least or G != 64 and tile.form == "dot4":
             continue

@@ -103,6 +103,7 @@ def attention(
     """
     require_triton()
     from edge_runtime.kernels.cuda import attention_kernels as kernels
+    from edge_runtime.kernels.cuda.combine_kernels import combine
 
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
@@ -150,7 +151,7 @@ def attention(
         maxnreg=tiles.registers,
         enable_fp_fusion=False,
     )
-    kernels.combine[M * heads, -(-D // 31)](
+    combine[M * heads, -(-D // 31)](
         workspace.partial,
         positions,
         out,

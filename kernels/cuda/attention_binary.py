@@ -59,7 +59,7 @@ def compile_attention(tiles: Tiles, head_dim: int, group: int, *, arch: int = OR
 
 def compile_combine(tiles: Tiles, head_dim: int, *, arch: int = ORIN) -> Compiled:
     """Compile the kernel that adds partial results."""
-    from edge_runtime.kernels.cuda import attention_kernels
+    from edge_runtime.kernels.cuda import combine_kernels
 
     types = {
         "partial_ptr": "*fp32",
@@ -74,7 +74,7 @@ def compile_combine(tiles: Tiles, head_dim: int, *, arch: int = ORIN) -> Compile
         "UNROLL": tiles.unroll,
     }
     return compile_kernel(
-        attention_kernels.combine,
+        combine_kernels.combine,
         types,
         constants,
         num_warps=1,

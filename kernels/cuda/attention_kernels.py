@@ -16,8 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.cuda import floats
-from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum, int8_codes
+from edge_runtime.kernels.cuda import floats, numeric
+from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum
+from edge_runtime.kernels.cuda.numeric import codes_of, quantiser
 from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
 
 WORDS, COLS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -31,17 +32,17 @@ def _quantised_query(x_low, x_high, FORM: tl.constexpr, AXIS: tl.constexpr):
     """Halves of query vectors fp32, dims on AXIS (WORDS: [D/8, 4]) -> codes, 8·Σ codes, scale."""
     bits = tl.maximum(floats.magnitude_bits(x_low), floats.magnitude_bits(x_high))
     if FORM == WORDS:
-        inverse, scale = floats.int8_factors(tl.max(tl.max(bits, 1), 0))
-        low = int8_codes(x_low, inverse).to(tl.int32)
-        high = int8_codes(x_high, inverse).to(tl.int32)
+        inverse, scale = quantiser(tl.max(tl.max(bits, 1), 0))
+        low = codes_of(x_low, inverse)
+        high = codes_of(x_high, inverse)
         total = tl.sum(tl.sum(low + high, 1), 0)
         at = 8 * tl.arange(0, 4)[None, :]
         low = _int32(tl.sum((low & 255) << at, 1))
         high = _int32(tl.sum((high & 255) << at, 1))
     else:
-        inverse, scale = floats.int8_factors(tl.max(bits, AXIS))
-        low = int8_codes(x_low, tl.expand_dims(inverse, AXIS)).to(tl.int32)
-        high = int8_codes(x_high, tl.expand_dims(inverse, AXIS)).to(tl.int32)
+        inverse, scale = quantiser(tl.max(bits, AXIS))
+        low = codes_of(x_low, tl.expand_dims(inverse, AXIS))
+        high = codes_of(x_high, tl.expand_dims(inverse, AXIS))
         total = tl.sum(low + high, AXIS)
         low, high = low.to(tl.int8), high.to(tl.int8)
     return low, high, 8 * total, scale
@@ -198,10 +199,10 @@ def _softmax_block(s, value_scale, left, FORM: tl.constexpr):
     w = tl.where(seen, p * tl.expand_dims(value_scale, 1 - AXIS), 0.0)  # a dead scale may be NaN
     bits = tl.max(floats.magnitude_bits(w), AXIS)
     peak = bits.to(tl.float32, bitcast=True)
-    peak = tl.where(peak < floats.TINY, 0.0, peak)
-    used = (peak > 0) & (bits < floats.INFINITY_BITS)
+    peak = tl.where(peak < numeric.TINY, 0.0, peak)
+    used = (peak > 0) & (bits < numeric.INFINITE)
     inverse = tl.where(used, tl.div_rn(32767.0, tl.where(used, peak, 1.0)), 0.0)
-    step = tl.where(bits < floats.INFINITY_BITS, tl.div_rn(peak, 32767.0), float("nan"))
+    step = tl.where(bits < numeric.INFINITE, tl.div_rn(peak, 32767.0), float("nan"))
     w = w * tl.expand_dims(inverse, AXIS) + MAGIC
     minus = MAGIC_BITS - w.to(tl.int32, bitcast=True)  # -i
     total8 = 8 * tl.sum(minus, AXIS)
@@ -365,51 +366,3 @@ def attend_split(
             stop, q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at,
             stat_at, valid, max_blocks, HALF, HP, D, FORM, True, ASM, STAGES, AHEAD,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["heads", "max_blocks"])
-def combine(
-    partial_ptr,  # fp32 [M·heads, (D + 2)·max_blocks]: see `attend_split`
-    position_ptr,  # int32 [M]
-    y_ptr,  # fp32 [M, heads, D]
-    heads,
-    max_blocks,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,  # blocks whose loads are in flight together
-):
-    """Blocks of one query vector, ascending: (Σ ob·c) / (Σ lb·c), c = exp(block max - max).
-
-    A program is one warp with 31 dims; its last lane adds up the block sums.
-    """
-    vector = tl.program_id(0)
-    blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
-    partial_ptr += vector.to(tl.int64) * max_blocks * (D + 2)
-    most_ptr = partial_ptr + max_blocks * D
-    i = tl.arange(0, CHUNK)
-    most = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
-    for b in range(0, blocks, CHUNK):
-        there = b + i < blocks
-        most = tl.maximum(most, tl.load(most_ptr + b + i, mask=there, other=floats.NEG_INF))
-    top = tl.max(most, 0)
-
-    lane = tl.arange(0, 32)
-    last = lane == 31
-    d = tl.program_id(1) * 31 + lane
-    stride = tl.where(last, 1, D)
-    at = tl.where(last, max_blocks * (D + 1), tl.minimum(d, D - 1))
-    y = tl.zeros((32,), tl.float32)
-    whole = blocks // UNROLL * UNROLL
-    for b in range(0, whole, UNROLL):
-        for part in tl.static_range(UNROLL // 32):
-            first = b + 32 * part
-            c = exp_nonpositive(tl.load(most_ptr + first + lane) - top)
-            for u in tl.static_range(32):
-                weight = tl.gather(c, lane * 0 + u, 0)  # of block first + u, in every lane
-                y += tl.load(partial_ptr + (at + stride * (first + u))) * weight
-    for b in range(whole, blocks):
-        weight = exp_nonpositive(tl.load(most_ptr + b) - top)
-        y += tl.load(partial_ptr + (at + stride * b)) * weight
-    total = tl.sum(tl.where(last, y, 0.0), 0) + tl.zeros_like(y)
-    y_ptr += vector.to(tl.int64) * D
-    tl.store(y_ptr + d, tl.div_rn(y, total), mask=(lane < 31) & (d < D))

@@ -1,8 +1,8 @@
-"""The floating-point steps of the contract as Triton functions (`kernels/reference/numeric.py`).
+"""Floating-point steps of attention and of the KV write, beside those of `numeric.py`.
 
-Invariant: each is a fixed sequence of IEEE fp32 operations. The caller compiles with
-`enable_fp_fusion=False`; `/` is not IEEE in Triton, `div_rn` is. Sums whose order counts add two
-numbers at a time, so that no layout a compiler picks can change it.
+Invariant: each is a fixed sequence of IEEE fp32 operations (`kernels/reference/numeric.py`), for
+kernels compiled with `enable_fp_fusion=False`. Sums whose order counts add two numbers at a time,
+so that no layout a compiler picks can change it.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.reference import numeric
+from edge_runtime.kernels.cuda import numeric
+from edge_runtime.kernels.reference import numeric as reference
 
-MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: x + MAGIC - MAGIC rounds to even, |x| < 2^22
+MAGIC = numeric.ROUND
 MAGIC_BITS = tl.constexpr(0x4B400000)
-TINY = tl.constexpr(numeric.TINY)
 NEG_INF = tl.constexpr(float("-inf"))
-INFINITY_BITS = tl.constexpr(0x7F800000)
-CUTOFF = tl.constexpr(numeric.EXP_CUTOFF)
-LOG2E = tl.constexpr(numeric.LOG2E)
-LN2_HI = tl.constexpr(numeric.LN2_HI)
-LN2_LO = tl.constexpr(numeric.LN2_LO)
-C0, C1, C2, C3, C4, C5 = (tl.constexpr(c) for c in numeric.EXP_COEFFICIENTS)
-
-
-@triton.jit
-def round_even(x):
-    """Nearest integer, ties to even, |x| < 2^22."""
-    return (x + MAGIC) - MAGIC
+CUTOFF = tl.constexpr(reference.EXP_CUTOFF)
+LOG2E = tl.constexpr(reference.LOG2E)
+LN2_HI = tl.constexpr(reference.LN2_HI)
+LN2_LO = tl.constexpr(reference.LN2_LO)
+C0, C1, C2, C3, C4, C5 = (tl.constexpr(c) for c in reference.EXP_COEFFICIENTS)
 
 
 @triton.jit
 def exp_nonpositive(x):
-    """exp(x) for x <= 0; NaN stays NaN."""
+    """exp(x) for x <= 0; unlike in `numeric.exp_nonpositive` NaN stays NaN."""
     low = x < CUTOFF
     safe = tl.where(low, CUTOFF, x)
     shifted = safe * LOG2E + MAGIC
@@ -56,32 +49,12 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def int8_factors(bits):
-    """Bits of max|x| -> (127 / max|x|, max|x| / 127); (0, NaN) where it is not finite."""
-    peak = bits.to(tl.float32, bitcast=True)
-    peak = tl.where(peak < TINY, 0.0, peak)
-    used = (peak > 0) & (bits < INFINITY_BITS)
-    inverse = tl.where(used, tl.div_rn(127.0, tl.where(used, peak, 1.0)), 0.0)
-    return inverse, tl.where(bits < INFINITY_BITS, tl.div_rn(peak, 127.0), float("nan"))
-
-
-@triton.jit
-def int8_codes(x, inverse):
-    """Codes of x as fp32 integers within ±127; 0 for NaN."""
-    c = round_even(x * inverse)
-    return tl.where(c == c, tl.minimum(tl.maximum(c, -127.0), 127.0), 0.0)
-
-
-@triton.jit
 def halving_sum(x, AXIS: tl.constexpr, WIDTH: tl.constexpr):
     """Sum WIDTH numbers of an axis of [WIDTH], [WIDTH, Q] or [Q, WIDTH]: halves onto halves.
 
     Each step adds two numbers, in whichever order: the bits cannot depend on the layout.
     """
-    if len(x.shape) == 1:
-        Q: tl.constexpr = 1
-    else:
-        Q: tl.constexpr = x.shape[1 - AXIS]
+    Q: tl.constexpr = 1 if len(x.shape) == 1 else x.shape[1 - AXIS]
     width: tl.constexpr = WIDTH // 2
     if AXIS == 0:
         x = tl.sum(tl.reshape(x, [2, width, Q]), axis=0)

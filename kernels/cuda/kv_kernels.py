@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda import floats
-from edge_runtime.kernels.cuda.floats import halving_sum, round_even
+from edge_runtime.kernels.cuda.floats import halving_sum
+from edge_runtime.kernels.cuda.numeric import round_even
 
 BLOCK = tl.constexpr(64)
 HALF_MAX = tl.constexpr(65504.0)

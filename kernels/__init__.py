@@ -37,7 +37,7 @@ def backend_status() -> list[tuple[str, bool, str]]:
 
 def cuda_status() -> tuple[bool, str]:
     """Return whether the cuda backend is there, and the reason."""
-    return False, "this version has no CUDA kernels yet"
+    return False, "the CUDA kernels are not joined to an engine yet"
 
 
 def _cpu_status() -> tuple[bool, str]:

@@ -58,7 +58,13 @@ def test_the_text_shows_every_line(call) -> None:
         assert f"{size:,}" in out
     for most in found["max_context"].values():
         assert str(most) in out
-    for figure in ("2K, leaving", "6K, leaving", "10K, leaving", "no CUDA kernels", "--view w4"):
+    for figure in (
+        "2K, leaving",
+        "6K, leaving",
+        "10K, leaving",
+        "not joined to an engine",
+        "--view w4",
+    ):
         assert figure in out
 
 

@@ -137,30 +137,44 @@ def test_memory_lost_while_running_changes_no_token(
 
 
 HOG = """
-import sys, time
-block = bytearray(int(sys.argv[1]))
-block[::4096] = b"x" * len(block[::4096])
-print("full", flush=True)
-time.sleep(60)
+import sys
+blocks = []
+for line in sys.stdin:
+    blocks.append(bytearray(int(line)))
+    blocks[-1][::4096] = b"x" * len(blocks[-1][::4096])
+    print("full", flush=True)
 """
+
+
+def take_memory(hog: subprocess.Popen[str], until_bytes: int) -> None:
+    """Let the hog grow until so little is left; skip where what is left does not follow."""
+    assert hog.stdin is not None
+    assert hog.stdout is not None
+    for _ in range(20):
+        if (machine.available_bytes() or 0) < until_bytes:
+            return
+        hog.stdin.write(f"{100 * MIB}\n")
+        hog.stdin.flush()
+        hog.stdout.readline()
+    pytest.skip("the kernel's count of free memory does not follow what a process takes here")
 
 
 def test_a_real_hog(checkpoints: Callable[[str], Path]) -> None:
     available = machine.available_bytes()
-    if available is None or available < 1500 * MIB:
-        pytest.skip(f"needs 1.5 GiB of free memory, {available} bytes are free")
+    if available is None or available < 3000 * MIB:
+        pytest.skip(f"needs 3 GiB of free memory, {available} bytes are free")
     with Engine.open(checkpoints("llama"), ctx=320) as engine:
         want = engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True).complete().token_ids
         engine.reuse([0])
-        engine.watch = MemoryWatch(machine.available_bytes() - 300 * MIB)  # type: ignore[operator]
+        reserve = (machine.available_bytes() or 0) - 200 * MIB
+        engine.watch = MemoryWatch(reserve)
         running = engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
         tokens = [next(running).id for _ in range(10)]
         with subprocess.Popen(
-            [sys.executable, "-c", HOG, str(700 * MIB)], stdout=subprocess.PIPE
+            [sys.executable, "-c", HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as hog:
             try:
-                assert hog.stdout is not None
-                hog.stdout.readline()
+                take_memory(hog, reserve - 300 * MIB)
                 tokens += [token.id for token in running]
                 assert tokens == want
                 with pytest.raises(MemoryPressure):

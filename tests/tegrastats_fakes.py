@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 import stat
 import sys
 from pathlib import Path
+
+import pytest
 
 CORPUS = Path(__file__).parent / "fixtures" / "power" / "tegrastats.tsv"
 
@@ -59,4 +62,11 @@ def install_fake(
         python=sys.executable, tau=tau, idle=idle, load=load, flag=str(flag), lines=lines
     )
     install_script(folder, text)
+    return flag
+
+
+def fake_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`install_fake`, first on PATH."""
+    flag = install_fake(folder)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return flag

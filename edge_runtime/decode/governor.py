@@ -34,13 +34,13 @@ class StepTimes:
     def __init__(self, base_share: float) -> None:
         """base_share: of a target step's bytes that a draft step reads, the guess before any."""
         self._base_share = base_share
-        self._verify: dict[int, float] = {}  # seconds by rows, made when asked for
+        self._known: dict[int, float] | None = None  # what `_rising` says, until a time is added
         self._times: dict[tuple[str, int], deque[float]] = {}
 
     def add(self, view: str, rows: int, seconds: float) -> None:
         """Note one step."""
         self._times.setdefault((view, rows), deque(maxlen=KEPT_TIMES)).append(seconds)
-        self._verify.clear()
+        self._known = None
 
     def known(self, view: str, rows: int) -> bool:
         """Whether such a step was measured."""
@@ -57,9 +57,9 @@ class StepTimes:
 
         A step is never slower than one of more rows, whatever a few slow measurements say.
         """
-        if rows not in self._verify:
-            self._verify[rows] = self._estimate(rows, self._rising())
-        return self._verify[rows]
+        if self._known is None:
+            self._known = self._rising()
+        return self._estimate(rows, self._known)
 
     def _rising(self) -> dict[int, float]:
         """Medians by rows, each at most that of more rows."""

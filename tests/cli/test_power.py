@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tegrastats_fakes import CORPUS, corpus, expected, install_fake, install_script
+from tegrastats_fakes import CORPUS, corpus, expected, fake_on_path, install_script
 
 PROGRAM = [sys.executable, "-c", "from edge_runtime.cli import main; main()"]
 
@@ -27,10 +27,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    flag = install_fake(folder)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return flag
+    return fake_on_path(tmp_path / "bin", monkeypatch)
 
 
 def is_gone(flag: Path, seconds: float = 10.0) -> bool:

@@ -156,11 +156,14 @@ def take_memory(hog: subprocess.Popen[str], until_bytes: int) -> None:
         hog.stdin.write(f"{100 * MIB}\n")
         hog.stdin.flush()
         hog.stdout.readline()
+    # seen in a virtual machine whose host gives memory back on demand: 2 GB taken, none missing;
+    # the tests with a machine of our own above show the same behaviour everywhere
     pytest.skip("the kernel's count of free memory does not follow what a process takes here")
 
 
 def test_a_real_hog(checkpoints: Callable[[str], Path]) -> None:
     available = machine.available_bytes()
+    # the hog takes up to 2 GB: on a smaller machine it would endanger what else runs there
     if available is None or available < 3000 * MIB:
         pytest.skip(f"needs 3 GiB of free memory, {available} bytes are free")
     with Engine.open(checkpoints("llama"), ctx=320) as engine:

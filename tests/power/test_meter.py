@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tegrastats_fakes import install_fake
+from tegrastats_fakes import fake_on_path, install_fake
 
 from edge_runtime.power import Meter, PowerUnavailable, Sample, open_meter
 from edge_runtime.power.meter import Window, _step_mw
@@ -21,10 +21,7 @@ from edge_runtime.power.source import Emit, Source
 @pytest.fixture
 def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tegrastats on PATH; work runs while this file is there."""
-    folder = tmp_path / "bin"
-    flag = install_fake(folder)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return flag
+    return fake_on_path(tmp_path / "bin", monkeypatch)
 
 
 def child_of(flag: Path) -> int:

@@ -218,7 +218,7 @@ def fake_jtop(monkeypatch: pytest.MonkeyPatch, power: Any) -> None:
             pass
 
     module = types.ModuleType("jtop")
-    module.jtop = Client  # type: ignore[attr-defined]
+    module.jtop = Client  # type: ignore[attr-defined]  # a module made here has no attributes
     monkeypatch.setitem(sys.modules, "jtop", module)
     monkeypatch.setattr("edge_runtime.power.jtop.PROBE_S", 0.0)
 

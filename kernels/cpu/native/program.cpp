@@ -224,7 +224,7 @@ void Program::gated(const Op& op, int index, int chunks) {
   float *gate_up = floats(op.gate_up), *out = floats(op.out);
   const Activation a = activation(op.a, M);
   int first = 0, last = F;
-  if (F % kTile == 0) {
+  if (chunks > 1) {
     const Tiles tiles = tiles_of_chunk(op, index, chunks);
     for (int half : {0, F / kTile})
       model_.isa->linear(L, op.w8, a, M, half + tiles.first, half + tiles.last, gate_up, L.N,

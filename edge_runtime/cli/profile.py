@@ -226,6 +226,7 @@ def _measure(model: str, asked: dict[str, Any], progress: Any) -> dict[str, Any]
 
 def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
     from edge_runtime.measure.profile import Wishes
+    from edge_runtime.measure.worker import Job
 
     longest = manifest.spec.max_position - asked["new_tokens"]
     contexts = asked["contexts"]
@@ -243,14 +244,11 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
                 f"for {manifest.spec.max_position} positions",
                 f"--context {longest} is the longest",
             )
-    return Wishes(
+    job = Job(
         model=str(path.absolute()),
-        modes=asked["modes"],
-        contexts=contexts,
-        gammas=asked["gammas"] or (None,),
+        text=_text(asked["prompt_file"]),
         new_tokens=asked["new_tokens"],
         repeats=asked["repeats"],
-        text=_text(asked["prompt_file"]),
         backend=asked["backend"],
         kv_policy=asked["kv_policy"],
         draft_source=asked["draft_source"],
@@ -259,11 +257,15 @@ def _wishes(path: Path, asked: dict[str, Any], manifest: Manifest) -> Wishes:
         threads=asked["threads"],
         original=asked["original"],
     )
+    gammas = asked["gammas"] or (None,)
+    return Wishes(job=job, modes=asked["modes"], contexts=contexts, gammas=gammas)
 
 
 def _text(file: str | None) -> str:
     if file is None:
-        return ""
+        from edge_runtime.measure.profile import default_text
+
+        return default_text()
     from edge_runtime.cli.generate import read_text
 
     text = read_text(file)

@@ -22,27 +22,27 @@ def find(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
     """Plan the longest context and prove it. Raises BudgetError where nothing fits at all."""
     spec = manifest.spec
     name, _ = kernels.choose_backend(
-        wishes.backend, spec.head_dim, spec.num_heads // spec.num_kv_heads
+        wishes.job.backend, spec.head_dim, spec.num_heads // spec.num_kv_heads
     )
-    sizes: dict[str, Any] = {"group_size": manifest.group_size, "threads": wishes.threads}
-    budget = wishes.budget_bytes
+    sizes: dict[str, Any] = {"group_size": manifest.group_size, "threads": wishes.job.threads}
+    budget = wishes.job.budget_bytes
     account = footprint(spec, layout="nest", backend=name, **sizes)
     if budget is None:
-        budget = int(room_bytes(0, wishes.reserve_bytes) * (1 - OTHERS_SHARE))
-    planned = fit_context(spec, "auto", name, budget, wishes.reserve_bytes, **sizes)
+        budget = int(room_bytes(0, wishes.job.reserve_bytes) * (1 - OTHERS_SHARE))
+    planned = fit_context(spec, "auto", name, budget, wishes.job.reserve_bytes, **sizes)
 
     def attempt(context: int, enforced: bool) -> Outcome:
         tail = min(prove.TAIL, context - 1)
         job = msgspec.structs.replace(
-            wishes.job([Way(mode="w8")], context - tail),
+            wishes.job_of([Way(mode="w8")], context - tail),
             new_tokens=tail,
             repeats=1,
             warm_up=False,
             ctx=context,
             budget_bytes=budget if enforced else None,
-            reserve_bytes=wishes.reserve_bytes if enforced else 0,
+            reserve_bytes=wishes.job.reserve_bytes if enforced else 0,
         )
-        return child.run(job, floor_bytes=wishes.reserve_bytes)
+        return child.run(job, floor_bytes=wishes.job.reserve_bytes)
 
     proof = prove.prove(planned, spec.max_position, budget, account.block_bytes, attempt)
     return prove.document(proof)

@@ -28,38 +28,14 @@ NOISY = 0.2  # range of the runs over their median
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be measured."""
 
-    model: str
+    job: Job  # what every child does alike
     modes: tuple[ModeName, ...]
     contexts: tuple[int, ...]  # of prompt tokens
     gammas: tuple[int | None, ...] = (None,)
-    new_tokens: int = 64
-    repeats: int = 3
-    text: str = ""
-    backend: str = "auto"
-    kv_policy: str = "auto"
-    draft_source: str = "auto"
-    budget_bytes: int | None = None
-    reserve_bytes: int = 0
-    threads: int | None = None
-    original: str | None = None
 
-    def job(self, ways: Sequence[Way], prompt_tokens: int) -> Job:
+    def job_of(self, ways: Sequence[Way], prompt_tokens: int) -> Job:
         """Return the job of one child process."""
-        return Job(
-            model=self.model,
-            ways=tuple(ways),
-            prompt_tokens=prompt_tokens,
-            new_tokens=self.new_tokens,
-            repeats=self.repeats,
-            text=self.text or default_text(),
-            backend=self.backend,
-            kv_policy=self.kv_policy,
-            draft_source=self.draft_source,
-            budget_bytes=self.budget_bytes,
-            reserve_bytes=self.reserve_bytes,
-            threads=self.threads,
-            original=self.original,
-        )
+        return msgspec.structs.replace(self.job, ways=tuple(ways), prompt_tokens=prompt_tokens)
 
     def ways(self) -> list[Way]:
         """Ways that share an engine, in the order of the table."""
@@ -92,15 +68,15 @@ def measure(
     before = state.snapshot()
     groups = [group for group in (wishes.ways(), _fp16(wishes)) if group]
     todo = [(context, ways) for context in wishes.contexts for ways in groups]
-    count = sum(len(ways) for _, ways in todo) * (wishes.repeats + 1)
+    count = sum(len(ways) for _, ways in todo) * (wishes.job.repeats + 1)
     shown = _Shown(progress, count)
     rows: list[dict[str, Any]] = []
     crashes: list[str] = []
     for context, ways in todo:
         shown.context = context
         outcome = child.run(
-            wishes.job(ways, context),
-            floor_bytes=wishes.reserve_bytes,
+            wishes.job_of(ways, context),
+            floor_bytes=wishes.job.reserve_bytes,
             on_event=shown,
             may_fail=ways[0].mode == "fp16",
         )

@@ -39,8 +39,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """What a child process is asked to do."""
 
     model: str
-    ways: tuple[Way, ...]
-    prompt_tokens: int
+    ways: tuple[Way, ...] = ()
+    prompt_tokens: int = 1
     new_tokens: int
     repeats: int = 3
     warm_up: bool = True

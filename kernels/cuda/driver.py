@@ -42,7 +42,7 @@ class Function:
     def attribute(self, which: int) -> int:
         """A CUfunction_attribute: 4 is registers a thread, 3 bytes of local memory a thread."""
         value = ctypes.c_int()
-        _call("cuFuncGetAttribute", ctypes.byref(value), which, self._handle)
+        call("cuFuncGetAttribute", ctypes.byref(value), which, self._handle)
         return value.value
 
     def launch(
@@ -55,7 +55,7 @@ class Function:
         ]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         blocks = (*grid, 1, 1)[:3]
-        _call(
+        call(
             "cuLaunchKernel",
             self._handle,
             *blocks,
@@ -73,11 +73,11 @@ def load(compiled: Compiled, *, ptx: bool = False) -> Function:
     """Load the cubin, or the PTX, which the driver then compiles for the GPU it finds."""
     image = compiled.ptx.encode() + b"\0" if ptx else compiled.cubin
     module = ctypes.c_void_p()
-    _call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
+    call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
     handle = ctypes.c_void_p()
-    _call("cuModuleGetFunction", ctypes.byref(handle), module, compiled.name.encode())
+    call("cuModuleGetFunction", ctypes.byref(handle), module, compiled.name.encode())
     if compiled.shared_bytes > _DEFAULT_SHARED:
-        _call("cuFuncSetAttribute", handle, _OPTIN_SHARED, compiled.shared_bytes)
+        call("cuFuncSetAttribute", handle, _OPTIN_SHARED, compiled.shared_bytes)
     return Function(handle, compiled)
 
 
@@ -89,7 +89,8 @@ def _library() -> ctypes.CDLL:
         raise BackendUnavailable(f"the CUDA driver cannot be loaded: {error}") from error
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises BackendUnavailable with its own words."""
     library = _library()
     status = getattr(library, name)(*arguments)
     if status != 0:
@@ -97,3 +98,6 @@ def _call(name: str, *arguments: Any) -> None:
         library.cuGetErrorString(status, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()
         raise BackendUnavailable(f"{name}: {reason} (CUDA error {status})")
+
+
+_call = call

@@ -1,0 +1,83 @@
+"""The linear's code for an Orin, run on a GPU through the driver; and sizes past 2^31 bytes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import multiprocessing
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from triton_devices import device_of
+
+from edge_runtime.kernels.cuda import driver
+from edge_runtime.kernels.cuda.tiles import ROW_TILES, choose
+from edge_runtime.kernels.ops import View
+
+if TYPE_CHECKING:
+    from edge_runtime.kernels.cuda.compile import Compiled
+
+SIZES = ((128, 1024), (128, 4352), (64, 576), (64, 960), (32, 160))  # G, K
+ROWS = (1, 7, 16, 20, 33, 70)
+VIEWS: tuple[View, ...] = ("w4", "w8")
+N = 100
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    device_of("cuda")
+    if torch.cuda.get_device_capability() < (8, 7):
+        pytest.skip("code for sm_87 needs a GPU of compute capability 8.7 or more")
+
+
+def build(group: int, K: int, view: View, M: int) -> Compiled:
+    """Odd N, bias and residual."""
+    from edge_runtime.kernels.cuda.linear_binary import compile_linear
+
+    return compile_linear(
+        choose(87, view, M, N, group), view, group, groups=K // group, row_tile=ROW_TILES[87],
+        even=False, bias=True, residual=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_code_for_an_orin() -> None:
+    from edge_runtime.kernels.cuda.linear_binary import launch_linear
+    from edge_runtime.kernels.cuda.timing import linears
+    from edge_runtime.kernels.cuda.timing.timer import Timer
+
+    cases = [(*size, view, M) for size, view, M in itertools.product(SIZES, VIEWS, ROWS)]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as pool:
+        built = list(pool.map(build, *zip(*cases, strict=True)))
+    timer, wrong = Timer(), []
+    for (group, K, view, M), kernel in zip(cases, built, strict=True):
+        w = linears.weights(N, K, ROW_TILES[87], group, bias=True)
+        x = linears.activation(M, K, group)
+        added = torch.randn(M, N, device="cuda")
+        out = torch.full((M + 1, N), float("nan"), device="cuda")
+        function = driver.load(kernel, ptx=torch.cuda.get_device_capability() != (8, 7))
+        tile = choose(87, view, M, N, group)
+        torch.cuda.synchronize()
+        launch_linear(function, tile, *x, w, out[:M], added, timer.handle)
+        timer.wait()
+        want = linears.expected(w, x[0], x[1], view, 0, N) + added
+        if not torch.equal(out[:M], want) or not out[M].isnan().all():
+            wrong.append((group, K, view, M))
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_planes_of_more_than_two_gigabytes() -> None:
+    from edge_runtime.kernels.cuda import linear
+    from edge_runtime.kernels.cuda.timing import linears
+
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    outputs, K = 600_064, 8192
+    w, x = linears.weights(outputs, K, 1, 128), linears.activation(2, K, 128)
+    assert w.base.nbytes > 2**31
+    got = linear.linear(*x, w, "w8")
+    linears.check_ends(got, w, x[0], x[1], "w8")

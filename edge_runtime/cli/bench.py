@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from edge_runtime.cli import bench_cuda
 from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint, open_model
 from edge_runtime.cli.options import (
+    Parsed,
     backend_option,
     ctx_option,
     draft_option,
@@ -19,6 +21,7 @@ from edge_runtime.cli.options import (
     print_document,
     threads_option,
 )
+from edge_runtime.errors import UsageError
 
 DECODE_CONTEXT = 2048
 
@@ -33,15 +36,49 @@ def command() -> None:
 @backend_option
 @threads_option
 @click.option("--repeats", type=click.IntRange(1, 1000), default=9, show_default=True, metavar="N")
+@click.option(
+    "--rows",
+    type=Parsed("rows", bench_cuda.parse_rows),
+    metavar="N,…",
+    help="Rows of a pass, 1 to 16.  [default: 1,2,3,4,5,8; cuda: 1,5,8,16]",
+)
+@click.option(
+    "--only",
+    type=Parsed("what", bench_cuda.parse_only),
+    metavar="WHAT,…",
+    help="With --backend cuda: some of linear, attention, small, slice, prefill.",
+)
 @json_option
-def kernels(model: str, backend: str, threads: int | None, repeats: int, as_json: bool) -> None:
-    """Time every linear of a model: GB/s and share of the read bandwidth, by rows and view."""
+def kernels(
+    model: str,
+    backend: str,
+    threads: int | None,
+    repeats: int,
+    rows: tuple[int, ...] | None,
+    only: tuple[str, ...] | None,
+    as_json: bool,
+) -> None:
+    """Time every linear of a model: GB/s and share of the read bandwidth, by rows and view.
+
+    With --backend cuda every op, on random weights of the sizes of MODEL, which then may be all
+    that `plan` takes (the name of a known shape): share of the GPU's copy bandwidth, bytes per
+    clock of the code for an Orin on 8 multiprocessors, time beside cuBLAS and other libraries.
+    """
+    if backend == "cuda":
+        if threads is not None:
+            raise UsageError("--threads is for the other backends: cuda runs on the GPU")
+        bench_cuda.kernels(model, rows=rows, only=only, repeats=repeats, as_json=as_json)
+        return
+    if only is not None:
+        raise UsageError("--only is for --backend cuda: the others time linears and whole steps")
     from edge_runtime import bench
     from edge_runtime.cli.progress import Progress
 
     options = EngineOptions(backend=backend, threads=threads, ctx=64, draft="1")
     with open_model(model, options) as engine, Progress() as progress:
-        document = bench.kernels(engine, repeats=repeats, progress=progress)
+        document = bench.kernels(
+            engine, rows=rows or bench.ROWS, repeats=repeats, progress=progress
+        )
     if empty := document["empty_step_s"]:
         click.echo(f"a step without its kernels: {empty['median'] * 1e6:.1f} us", err=as_json)
     for line in kernel_lines(document):

@@ -29,6 +29,7 @@ class Sizes:
     tokens: int = 4096
     rows: tuple[int, ...] = ROWS
     qk_norm: bool = False
+    qkv_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from edge_runtime.errors import BackendUnavailable
-from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.errors import BackendUnavailable, BudgetError
+from edge_runtime.kernels.cuda import require_gpu
 from edge_runtime.kernels.cuda.timing import peers, prefill, registry
 from edge_runtime.kernels.cuda.timing import slice as sm_slice
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes
@@ -41,9 +41,21 @@ def measure(
 ) -> dict[str, Any]:
     """Measure and return the document. head gets it before its rows are there; told gets each row.
 
-    Raises BackendUnavailable where there is no GPU, or no Triton.
+    Raises BackendUnavailable without a GPU or Triton, BudgetError where the GPU is too small.
     """
     require_gpu()
+    try:
+        return _measure(sizes, only, turns, head, told)
+    except torch.cuda.OutOfMemoryError as error:
+        raise BudgetError(
+            f"inputs of these sizes do not fit the GPU: {str(error).splitlines()[0]}",
+            "measure less at a time (--only), or a smaller model",
+        ) from error
+
+
+def _measure(
+    sizes: Sizes, only: Sequence[str], turns: int, head: Told, told: Told
+) -> dict[str, Any]:
     timer = Timer()
     copied = copy_bandwidth(timer, turns)
     document = _head(sizes, copied, turns)
@@ -133,22 +145,6 @@ def _row(
         row["mhz"] = statistics.median(sample.hz) / 1e6
         row["bytes_per_clock"] = entry.num_bytes / num_sms / ticks
     return row
-
-
-def require_gpu() -> None:
-    """Raise BackendUnavailable unless Triton and a GPU that torch can use are here."""
-    require_triton()
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        raise BackendUnavailable(
-            "the CUDA kernels need a GPU that torch can use; torch "
-            + (
-                f"{torch.__version__} finds none"
-                if built
-                else f"{torch.__version__} is a CPU build"
-            ),
-            "run `bitnest-edge doctor`; on a Jetson install NVIDIA's build of torch",
-        )
 
 
 def _head(sizes: Sizes, copied: list[float], turns: int) -> dict[str, Any]:

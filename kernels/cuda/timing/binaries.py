@@ -1,0 +1,64 @@
+"""A folder of machine code for a model's sizes, for a board that has neither Triton nor a compiler.
+
+    save(sizes, folder)                     on any machine with Triton, without a GPU
+    load(Compiled.read(folder, stem))       on the board: `driver`, no torch, no Triton
+
+index.json lists what each file is for: op, view, sizes, the largest number of rows, and what a
+launch needs to know of its tile (`linear_binary.launch_linear`). Linears and RoPE with the KV write
+so far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.kernels.cuda.attention_binary import compile_rope_kv
+from edge_runtime.kernels.cuda.compile import ORIN, Compiled
+from edge_runtime.kernels.cuda.linear_binary import compile_linear
+from edge_runtime.kernels.cuda.tiles import ROW_TILES, choose
+from edge_runtime.kernels.cuda.timing.entry import Sizes
+from edge_runtime.kernels.ops import View
+
+INDEX = "index.json"
+MAX_ROWS = (8, 16, 256)  # verified drafts, a full tile of tokens, a chunk of a prompt
+VIEWS: tuple[View, ...] = ("w4", "w8")
+ADDED_TO = ("o", "down")  # linears whose output is added to the residual stream
+
+
+def save(sizes: Sizes, folder: Path, arch: int = ORIN) -> list[dict[str, Any]]:
+    """Compile for sm_`arch`, write the files and their index, and return it."""
+    index: dict[str, dict[str, Any]] = {}
+    for stem, facts, compiled in _linears(sizes, arch):
+        compiled.save(folder, stem)
+        index[stem] = facts
+    rotate = compile_rope_kv(sizes.head_dim, qk_norm=sizes.qk_norm, rotate_kv=False, arch=arch)
+    rotate.save(folder, "rope_kv")
+    index["rope_kv"] = {"op": "rope_kv", "head_dim": sizes.head_dim, "qk_norm": sizes.qk_norm}
+    rows = [{"file": stem, **facts} for stem, facts in index.items()]
+    (folder / INDEX).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def _linears(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]:
+    from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+
+    row_tile = ROW_TILES.get(arch, ROW_TILES[ORIN])
+    for name, (N, K) in s.linears.items():
+        for view in VIEWS:
+            for most in MAX_ROWS:
+                tile = choose(arch, view, most, N, s.group_size, MIN_COLUMNS)
+                groups = -(-K // s.group_size)
+                flags = {"bias": name == "qkv" and s.qkv_bias, "residual": name in ADDED_TO}
+                compiled = compile_linear(
+                    tile, view, s.group_size, groups=groups, row_tile=row_tile,
+                    even=N % tile.rows == 0, arch=arch, **flags,
+                )  # fmt: skip
+                facts = {
+                    "op": "linear", "linear": name, "view": view, "max_rows": most, "outputs": N,
+                    "inputs": K, "group_size": s.group_size, "row_tile": row_tile, **flags,
+                    "form": tile.form, "tile_rows": tile.rows, "tile_columns": tile.columns,
+                }  # fmt: skip
+                yield f"{name}-{view}-{most}", facts, compiled

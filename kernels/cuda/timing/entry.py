@@ -30,6 +30,7 @@ class Sizes:
     rows: tuple[int, ...] = ROWS
     qk_norm: bool = False
     qkv_bias: bool = False
+    device: str = "cuda"  # "cpu" in Triton's interpreter, where no figure means anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,11 @@ class Entry:
     peer: bool = False
 
 
-def num_copies(num_bytes: int) -> int:
+def num_copies(num_bytes: int, device: str = "cuda") -> int:
     """Copies of inputs of this size that outgrow the L2 of the current GPU, 64 at most."""
     import torch
 
+    if device == "cpu":
+        return 2
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, min(MAX_COPIES, -(-CACHE_TIMES * l2 // num_bytes)))

@@ -22,31 +22,33 @@ VIEWS: tuple[View, ...] = ("w4", "w8")
 CHECKED_OUTPUTS = 1024  # at both ends of a matrix
 
 
-def weights(N: int, K: int, row_tile: int, group: int, bias: bool = False) -> linear.DeviceLinear:
+def weights(
+    N: int, K: int, row_tile: int, group: int, bias: bool = False, device: str = "cuda"
+) -> linear.DeviceLinear:
     """Random planes, multipliers and scales; K is padded to whole groups."""
     groups = -(-K // group)
     shape = (-(-N // row_tile), groups, row_tile, group // 2)
-    planes = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    planes = [torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(2)]
     width = padded(N, linear.MULT_PAD)
-    mult = torch.randint(-32768, 32768, (groups, width), dtype=torch.int16, device="cuda")
+    mult = torch.randint(-32768, 32768, (groups, width), dtype=torch.int16, device=device)
     return linear.DeviceLinear(
         base=planes[0],
         refine=planes[1],
         mult=mult,
         group_size=group,
-        scale=torch.rand(N, device="cuda") / 1e6,
-        bias=torch.randn(N, device="cuda") if bias else None,
+        scale=torch.rand(N, device=device) / 1e6,
+        bias=torch.randn(N, device=device) if bias else None,
         mult_rows=mult[:, :N].t().contiguous() if row_tile == 1 else None,
     )
 
 
-def activation(M: int, K: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def activation(M: int, K: int, group: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     """Random codes, their scales and their sums, as a pass of M rows has them."""
-    codes = torch.randint(-127, 128, (M, padded(K, group)), dtype=torch.int8, device="cuda")
+    codes = torch.randint(-127, 128, (M, padded(K, group)), dtype=torch.int8, device=device)
     sums = linear.group_sums(codes, group)
     if M > linear.MAX_SMALL_ROWS:
         sums = linear.by_column(sums)
-    return codes, torch.rand(M, device="cuda"), sums
+    return codes, torch.rand(M, device=device), sums
 
 
 def expected(
@@ -86,11 +88,12 @@ def num_bytes(N: int, K: int, group: int, view: View) -> int:
 def entries(s: Sizes) -> Iterator[Entry]:
     """Every linear of the model in both views, and its peers."""
     for name, (N, K) in s.linears.items():
-        n = num_copies(num_bytes(N, K, s.group_size, "w4"))
-        ws = [weights(N, K, native_row_tile(), s.group_size) for _ in range(n)]
-        others = peers.Peers(N, K, s.group_size)
+        n = num_copies(num_bytes(N, K, s.group_size, "w4"), s.device)
+        row_tile = native_row_tile(s.device)
+        ws = [weights(N, K, row_tile, s.group_size, device=s.device) for _ in range(n)]
+        others = peers.Peers(N, K, s.group_size, s.device)
         for M in s.rows:
-            x = activation(M, K, s.group_size)
+            x = activation(M, K, s.group_size, s.device)
             for view in VIEWS:
                 yield native_entry(name, ws, x, view)
             yield from others.entries(name, M)
@@ -102,7 +105,7 @@ def native_entry(
     """Check the bits of the linear on the first matrix; return what is timed."""
     w, M = ws[0], x[0].shape[0]
     N, K = w.num_outputs, w.num_inputs
-    out = torch.full((M, N), float("nan"), device="cuda")
+    out = torch.full((M, N), float("nan"), device=w.scale.device)
 
     def call(i: int) -> object:
         return linear.linear(*x, ws[i], view, out=out)
@@ -113,7 +116,9 @@ def native_entry(
     return Entry(name, M, call, len(ws), size, f"{N}x{K}", view)
 
 
-def native_row_tile() -> int:
+def native_row_tile(device: str = "cuda") -> int:
     """Rows of a tile of planes as this GPU's kernels read them."""
+    if device == "cpu":
+        return 1
     major, minor = torch.cuda.get_device_capability()
     return ROW_TILES.get(10 * major + minor, ROW_TILES[87])

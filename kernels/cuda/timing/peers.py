@@ -44,12 +44,13 @@ def _has_gemlite() -> bool:
 class Peers:
     """Matrices of one shape for every peer that takes it."""
 
-    def __init__(self, N: int, K: int, group: int) -> None:
+    def __init__(self, N: int, K: int, group: int, device: str = "cuda") -> None:
         self._shape, self._group = (N, K), group
-        self._copies = num_copies(N * K // 2)
-        self._half = halves(N, K)
-        self._int4 = _int4(N, K, group, self._copies)
-        self._gemlite = _gemlite(N, K, group, self._copies)
+        self._copies = num_copies(N * K // 2, device)
+        self._half = halves(N, K, num_copies(2 * N * K, device), device)
+        on_gpu = device != "cpu"
+        self._int4 = _int4(N, K, group, self._copies) if on_gpu else []
+        self._gemlite = _gemlite(N, K, group, self._copies) if on_gpu else []
 
     def entries(self, name: str, M: int) -> Iterator[Entry]:
         """What is timed for M rows."""
@@ -67,10 +68,9 @@ class Peers:
             yield Entry(name, M, call, self._copies, size, f"{N}x{K}", "gemlite", peer=True)
 
 
-def halves(N: int, K: int, copies: int | None = None) -> Tensor:
-    """Random fp16 matrices [n, N, K]."""
-    n = copies or num_copies(2 * N * K)
-    w = torch.empty(n, N, K, device="cuda", dtype=torch.float16)
+def halves(N: int, K: int, copies: int, device: str = "cuda") -> Tensor:
+    """Random fp16 matrices [copies, N, K]."""
+    w = torch.empty(copies, N, K, device=device, dtype=torch.float16)
     for one in w:
         one.normal_()
     return w
@@ -79,8 +79,8 @@ def halves(N: int, K: int, copies: int | None = None) -> Tensor:
 def cublas(name: str, w: Tensor, M: int) -> Entry:
     """One fp16 product with each matrix of w [n, N, K]."""
     n, N, K = w.shape
-    x = torch.randn(M, K, device="cuda", dtype=torch.float16)
-    y = torch.empty(M, N, device="cuda", dtype=torch.float16)
+    x = torch.randn(M, K, device=w.device, dtype=torch.float16)
+    y = torch.empty(M, N, device=w.device, dtype=torch.float16)
     return Entry(name, M, _half_call(x, w, y), n, 2 * N * K, f"{N}x{K}", "fp16", peer=True)
 
 

@@ -8,8 +8,17 @@ from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda.timing import linears, small
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes
 
+
+def attention(s: Sizes) -> Iterator[Entry]:
+    """Attention over the cache, rows and policies."""
+    from edge_runtime.kernels.cuda.timing.attention import entries
+
+    return entries(s)
+
+
 SECTIONS: dict[str, tuple[Callable[[Sizes], Iterator[Entry]], ...]] = {
     "linear": (linears.entries,),
+    "attention": (attention,),
     "small": (
         small.embeddings,
         small.quantisers,
@@ -19,11 +28,13 @@ SECTIONS: dict[str, tuple[Callable[[Sizes], Iterator[Entry]], ...]] = {
         small.look_ups,
     ),
 }
+# the op's function and the name of its entries; those of linears are named after the matrix
 OPS: dict[type[ops.Op], tuple[Callable[[Sizes], Iterator[Entry]], str]] = {
     ops.Embed: (small.embeddings, "embed"),
     ops.NormQuantise: (small.quantisers, "norm_quantise"),
     ops.Quantise: (small.quantisers, "quantise"),
-    ops.Linear: (linears.entries, "linear"),
+    ops.Linear: (linears.entries, "qkv"),
+    ops.Attention: (attention, "attention"),
     ops.RopeKv: (small.rope, "rope_kv"),
     ops.SiluMulQuantise: (small.silu, "silu_mul_quantise"),
 }

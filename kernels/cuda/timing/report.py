@@ -147,17 +147,22 @@ def _row(
     return row
 
 
+def gpu() -> dict[str, Any]:
+    """Name and sizes of the current GPU."""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "num_sms": found.multi_processor_count,
+        "l2_bytes": found.L2_cache_size,
+    }
+
+
 def _head(sizes: Sizes, copied: list[float], turns: int) -> dict[str, Any]:
     import triton
 
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "gpu": {
-            "name": gpu.name,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            "num_sms": gpu.multi_processor_count,
-            "l2_bytes": gpu.L2_cache_size,
-        },
+        "gpu": gpu(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,

@@ -60,6 +60,7 @@ class Timer:
     would leave: there calls launch on `handle` by themselves."""
 
     def __init__(self, num_sms: int | None = None) -> None:
+        torch.zeros(1, device="cuda")  # makes a context where there is none yet
         stream = ctypes.c_void_p()
         driver.call("cuStreamCreate", ctypes.byref(stream), 1)  # beside the default stream
         self._stream = stream

@@ -56,7 +56,10 @@ def test_every_option_shown_exists(readme: str) -> None:
     lines = shown_lines(readme)
     assert lines
     for _, first, *rest in lines:
-        known = options_of(app if first.startswith("-") else get_command(first))
+        command = app if first.startswith("-") else get_command(first)
+        if isinstance(command, click.Group) and rest and rest[0] in command.commands:
+            command = command.commands[rest[0]]
+        known = options_of(command)
         used = {word.partition("=")[0] for word in rest if word.startswith("--")}
         used |= {first} if first.startswith("-") else set()
         assert used <= known | {"-h", "--help"}, f"{PROGRAM} {first}: {used - known}"

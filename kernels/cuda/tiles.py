@@ -7,9 +7,10 @@ Each table is read from the top; the first line that fits is taken, and the last
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from edge_runtime.kernels.ops import View
+if TYPE_CHECKING:  # planning reads the tables, without numpy
+    from edge_runtime.kernels.ops import View
 
 
 class Tile(NamedTuple):

@@ -59,7 +59,7 @@ CASES: list[tuple[Any, int, dict[str, Any], dict[str, str]]] = [
     ),
     (sampling_kernels.scores_kernel, 4, {**FLAGS, "BLOCKS": 128}, {}),
     (sampling_kernels.sums_kernel, 4, {"BLOCK": 1024}, {"sums_ptr": "*fp64"}),
-    (sampling_kernels.cut_kernel, 4, {"BLOCKS": 128, "GROUP": 128}, {"sums_ptr": "*fp64"}),
+    (sampling_kernels.cut_kernel, 2, {"BLOCKS": 128, "GROUP": 128}, {"sums_ptr": "*fp64"}),
     (sampling_kernels.draw_kernel, 4, {"BLOCK": 1024}, {"ids_ptr": "*fp32"}),
     (sampling_kernels.combine_kernel, 1, {"BLOCKS": 128}, {"ids_ptr": "*fp32"}),
 ]

@@ -39,7 +39,8 @@ class Entry:
     allocates nothing that it could be given; num_bytes: read and written, of one call.
 
     shape: as in "22016x4096"; kind: the view, policy or, of a peer, its name, as in "fp16". Entries
-    of one name, shape and rows that follow each other are timed in turns and compared.
+    of one name, shape and rows that follow each other are timed in turns and compared; of peers
+    of one kind the fastest counts.
     """
 
     name: str

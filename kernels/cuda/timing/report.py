@@ -103,15 +103,22 @@ def _measured(
     told: Told,
 ) -> list[dict[str, Any]]:
     """Time entries; what has the same name, shape and rows in turns."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(entries, lambda e: (e.name, e.shape, e.rows)):
         some = list(group)
         calls = [[partial(e.call, i) for i in range(e.num_copies)] for e in some]
         samples = timer.measure(calls, turns, clocks=row.keywords["clocks"])  # type: ignore[attr-defined]
-        others = {e.kind: x for e, x in zip(some, samples, strict=True) if e.peer}
-        for entry, sample in zip(some, samples, strict=True):
-            rows.append(row(entry, sample, {} if entry.peer else others))
-            told(rows[-1])
+        timed = list(zip(some, samples, strict=True))
+        others: dict[str, tuple[Entry, Sample]] = {}  # the fastest of each kind
+        for entry, sample in sorted(timed, key=lambda t: t[1].median):
+            if entry.peer:
+                others.setdefault(entry.kind, (entry, sample))
+        beside = {kind: sample for kind, (_, sample) in others.items()}
+        found = [row(e, x, beside) for e, x in timed if not e.peer]
+        found += [row(e, x, {}) for e, x in others.values()]
+        for one in found:
+            told(one)
+        rows += found
     return rows
 
 

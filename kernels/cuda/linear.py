@@ -11,7 +11,7 @@ Bits are those of `reference.linear`. Refinement planes are not touched in the w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from edge_runtime.kernels.ops import LinearWeights, View
 
 MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
 MAX_SMALL_ROWS = 16
+DIGIT_ROWS = 128  # rows of digits are padded to it: a multiple of every prompt tile's tokens
+DIGIT_GROUPS = 32  # and groups to this: what one step of the correction takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +98,50 @@ def group_sums(codes: Tensor, group_size: int) -> Tensor:
     return codes.view(M, Kp // group_size, group_size).sum(-1, dtype=torch.int32)
 
 
-def by_column(sums: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return sums [M, Kp/G] as a view of [Kp/G, M], written into `out` of that shape if given:
-    a program of many rows then reads their sums of one group as whole lines."""
+class Digits(NamedTuple):
+    """Sums of groups as `prompt_kernels` multiplies them: Σx = 128·high + low.
+
+    digits: int8 [2, rows, padded groups], low ones first; total: int32 [rows], the sum of all
+    groups. Rows and groups that are not there are zero.
+    """
+
+    digits: Tensor
+    total: Tensor
+
+
+def new_digits(M: int, groups: int, device: torch.device | str) -> Digits:
+    """Room for the sums of M rows."""
+    rows = padded(M, DIGIT_ROWS)
+    shape = (2, rows, padded(groups, DIGIT_GROUPS))
+    return Digits(
+        torch.empty(shape, dtype=torch.int8, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
+
+
+def takes_digits(M: int, group_size: int) -> bool:
+    """Whether a linear of M rows wants the sums as digits: it makes them itself otherwise."""
+    return M > MAX_SMALL_ROWS and group_size > 32
+
+
+def digits_of(sums: Tensor, out: Digits | None = None) -> Digits:
+    """Return int32 sums [M, Kp/G] as digits, in `out` if given (its rows may be more than M)."""
+    require_triton()
+    from edge_runtime.kernels.cuda import prompt_kernels
+
     M, groups = sums.shape
-    if out is None:
-        out = torch.empty(groups, M, dtype=sums.dtype, device=sums.device)
-    return out.copy_(sums.t()).t()
+    out = new_digits(M, groups, sums.device) if out is None else out
+    rows = out.total.shape[0]
+    prompt_kernels.sum_digits[(rows // 32,)](
+        sums, *out, M, groups, rows, *sums.stride(), GP=out.digits.shape[2], BLOCK=32, num_warps=1
+    )
+    return out
 
 
 def linear(
     codes: Tensor,
     x_scale: Tensor,
-    sums: Tensor,
+    sums: Tensor | Digits,
     weight: DeviceLinear,
     view: View,
     *,
@@ -119,7 +152,7 @@ def linear(
     """Return fp32 [M, N]. codes: int8 [M, Kp], x_scale: fp32 [M], sums: int32 [M, Kp/G].
 
     residual: fp32 [M, N], may be `out` itself. tile: in place of the table's. Nothing is allocated
-    when `out` is given, and nothing waits for the device.
+    when `out` is given, and for more than 16 rows the sums as digits; nothing waits for the device.
     """
     M, N = codes.shape[0], weight.num_outputs
     assert codes.shape[1] == weight.num_inputs, (codes.shape, weight.num_inputs)
@@ -130,7 +163,6 @@ def linear(
     if tile is None:
         arch = _arch(codes.device)
         tile = choose(arch, view, M, N, weight.group_size, kernels.MIN_COLUMNS)
-    tensors = (codes, sums, x_scale, weight.base, weight.refine)
     bias = weight.scale if weight.bias is None else weight.bias
     tail = (weight.scale, bias, out if residual is None else residual, out)
     flags: dict[str, Any] = {
@@ -144,6 +176,11 @@ def linear(
         "maxnreg": tile.max_registers if weight.group_size == 128 else None,
         "enable_fp_fusion": False,
     }
+    if tile.form == "prompt":
+        _launch_prompt(codes, sums, x_scale, weight, tail, flags, tile)
+        return out
+    assert isinstance(sums, Tensor), f"{tile} takes sums as they are"
+    tensors = (codes, sums, x_scale, weight.base, weight.refine)
     if tile.form == "dot4" and M == 1 and weight.mult_rows is not None and weight.row_tile == 1:
         _launch_dot4(kernels, tensors, weight, tail, flags, tile)
         return out
@@ -192,6 +229,42 @@ def _launch_dot4(
         QUADS=quads,
         EVEN=N % tile.rows == 0 and quads % tile.columns == 0,
         BQ=tile.columns,
+        **flags,
+    )
+
+
+def _launch_prompt(
+    codes: Tensor,
+    sums: Tensor | Digits,
+    x_scale: Tensor,
+    weight: DeviceLinear,
+    tail: tuple[Tensor, ...],
+    flags: dict[str, Any],
+    tile: Tile,
+) -> None:
+    from edge_runtime.kernels.cuda import prompt_kernels
+
+    M, N = codes.shape[0], weight.num_outputs
+    if isinstance(sums, Tensor):
+        sums = digits_of(sums)
+    prompt_kernels.linear_prompt[(-(-N // tile.rows) * -(-M // tile.columns),)](
+        codes,
+        *sums,
+        x_scale,
+        weight.base,
+        weight.refine,
+        weight.mult,
+        *tail,
+        M,
+        N,
+        sums.total.shape[0],
+        weight.mult.shape[1],
+        weight.num_inputs // 2,
+        GP=sums.digits.shape[2],
+        ROWS=weight.row_tile,
+        BS=tile.columns // tile.strips,
+        TWO=tile.strips == 2,
+        STAGES=tile.stages,
         **flags,
     )
 

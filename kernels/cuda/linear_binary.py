@@ -10,8 +10,9 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda.compile import ORIN, Compiled, compile_kernel
 from edge_runtime.kernels.cuda.driver import Function
-from edge_runtime.kernels.cuda.linear import DeviceLinear
+from edge_runtime.kernels.cuda.linear import DIGIT_GROUPS, DeviceLinear, Digits
 from edge_runtime.kernels.cuda.tiles import Tile
+from edge_runtime.kernels.layout import padded
 from edge_runtime.kernels.ops import View
 
 _MMA_TYPES = {
@@ -31,6 +32,12 @@ _MMA_TYPES = {
     "sum_step": "i32",
     "mult_stride": "i32",
     "half_k": "i32",
+}
+_PROMPT_TYPES = {
+    **{n: t for n, t in _MMA_TYPES.items() if n not in ("sum_ptr", "sum_stride", "sum_step")},
+    "digit_ptr": "*i8",
+    "total_ptr": "*i32",
+    "digit_rows": "i32",
 }
 _DOT4_TYPES = {
     **{name: kind for name, kind in _MMA_TYPES.items() if kind.startswith("*")},
@@ -53,9 +60,10 @@ def compile_linear(
     residual: bool = False,
     arch: int = ORIN,
 ) -> Compiled:
-    """Compile one form. groups: of a row; dot4 needs it as it is, mma how
-    far it can be unrolled."""
+    """Compile one form. groups: of a row; dot4 needs it as it is, prompt padded to whole chunks,
+    mma how far it can be unrolled."""
     from edge_runtime.kernels.cuda import linear_kernels as kernels
+    from edge_runtime.kernels.cuda import prompt_kernels
 
     constants = {
         "G": group_size,
@@ -75,6 +83,24 @@ def compile_linear(
             max_registers=tile.max_registers if group_size == 128 else None,
             arch=arch,
             unaligned=("N",),
+        )
+    if tile.form == "prompt":
+        del constants["EVEN"]
+        return compile_kernel(
+            prompt_kernels.linear_prompt,
+            _PROMPT_TYPES,
+            {
+                **constants,
+                "GP": padded(groups, DIGIT_GROUPS),
+                "BS": tile.columns // tile.strips,
+                "TWO": tile.strips == 2,
+                "ROWS": row_tile,
+                "STAGES": tile.stages,
+            },
+            num_warps=tile.warps,
+            max_registers=tile.max_registers if group_size == 128 else None,
+            arch=arch,
+            unaligned=("M", "N"),
         )
     return compile_kernel(
         kernels.linear_mma,
@@ -99,7 +125,7 @@ def launch_linear(
     tile: Tile,
     codes: Tensor,
     x_scale: Tensor,
-    sums: Tensor,
+    sums: Tensor | Digits,
     weight: DeviceLinear,
     out: Tensor,
     residual: Tensor | None = None,
@@ -113,9 +139,14 @@ def launch_linear(
     if tile.form == "dot4":
         assert weight.mult_rows is not None
         mult = weight.mult_rows
-    tensors = (codes, sums, x_scale, weight.base, weight.refine, mult, weight.scale, bias, added)
+    integers = sums if isinstance(sums, Digits) else (sums,)
+    planes = (weight.base, weight.refine, mult)
+    tensors = (codes, *integers, x_scale, *planes, weight.scale, bias, added)
     pointers = [t.data_ptr() for t in (*tensors, out)]
-    if tile.form == "dot4":
+    if isinstance(sums, Digits):
+        grid: tuple[int, ...] = (-(-N // tile.rows) * -(-M // tile.columns),)
+        numbers = [M, N, sums.total.shape[0], mult.shape[1], weight.num_inputs // 2]
+    elif tile.form == "dot4":
         grid, numbers = (-(-N // tile.rows),), [N]
     else:
         grid = (-(-N // tile.rows) * -(-M // tile.columns),)

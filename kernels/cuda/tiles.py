@@ -14,15 +14,16 @@ if TYPE_CHECKING:  # planning reads the tables, without numpy
 
 
 class Tile(NamedTuple):
-    """rows: of weights in a program. columns: tokens (mma), or quads of 32 inputs (dot4)."""
+    """rows: of weights in a program. columns: tokens (mma, prompt), or quads of 32 inputs (dot4)."""
 
-    form: Literal["mma", "dot4"]
+    form: Literal["mma", "dot4", "prompt"]
     rows: int
     columns: int
     warps: int
     stages: int = 3
     step: int = 128  # inputs of a loop step, where the number of groups allows it
     max_registers: int | None = None  # with groups of 128; smaller ones would spill
+    strips: int = 1  # of a prompt's tokens in a program, each summed before the next: 1 or 2
 
     def unroll(self, group_size: int, groups: int) -> int:
         """Groups of a loop step; it divides their number."""

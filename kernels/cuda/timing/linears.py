@@ -42,12 +42,14 @@ def weights(
     )
 
 
-def activation(M: int, K: int, group: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+def activation(
+    M: int, K: int, group: int, device: str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor | linear.Digits]:
     """Random codes, their scales and their sums, as a pass of M rows has them."""
     codes = torch.randint(-127, 128, (M, padded(K, group)), dtype=torch.int8, device=device)
-    sums = linear.group_sums(codes, group)
-    if M > linear.MAX_SMALL_ROWS:
-        sums = linear.by_column(sums)
+    sums: Tensor | linear.Digits = linear.group_sums(codes, group)
+    if linear.takes_digits(M, group):
+        sums = linear.digits_of(sums)
     return codes, torch.rand(M, device=device), sums
 
 

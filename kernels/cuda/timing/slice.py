@@ -19,7 +19,7 @@ from torch import Tensor
 from edge_runtime.errors import BackendUnavailable
 from edge_runtime.kernels.cuda import driver
 from edge_runtime.kernels.cuda.compile import ORIN
-from edge_runtime.kernels.cuda.linear import DeviceLinear
+from edge_runtime.kernels.cuda.linear import DeviceLinear, Digits
 from edge_runtime.kernels.cuda.linear_binary import compile_linear, launch_linear
 from edge_runtime.kernels.cuda.tiles import ROW_TILES, Tile, choose
 from edge_runtime.kernels.cuda.timing import linears
@@ -109,7 +109,7 @@ class Loaded:
         return Entry(name, self.rows, call, len(ws), size, f"{N}x{K}", self.view)
 
     def _call(
-        self, ws: list[DeviceLinear], x: tuple[Tensor, Tensor, Tensor], out: Tensor, timer: Timer
+        self, ws: list[DeviceLinear], x: tuple[Tensor, Tensor, Tensor | Digits], out: Tensor, timer: Timer
     ) -> Callable[[int], object]:
         return lambda i: launch_linear(
             self.function, self.tile, *x, ws[i], out, stream=timer.handle

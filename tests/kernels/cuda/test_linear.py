@@ -21,6 +21,8 @@ F = np.float32
 SMALL = Tile("mma", 32, 8, 1)
 WIDE = Tile("mma", 32, 16, 2)
 DOT4 = Tile("dot4", 4, 8, 1)
+PROMPT = Tile("prompt", 32, 32, 1)
+STRIPS = Tile("prompt", 32, 64, 2, strips=2)
 
 
 @pytest.fixture(params=DEVICES)
@@ -101,16 +103,39 @@ def test_bias_and_residual(with_residual: bool, tile: Tile, device: str) -> None
     check(case(19, 128, 64, bias=True), "w8", 1, device, tile, with_residual=with_residual)
 
 
-@pytest.mark.parametrize("G", [32, 64])
-def test_sums_by_column(G: int, device: str) -> None:
-    w = case(33, 192, G)
-    codes, scale = activation(np.random.default_rng(0), 20, 192)
-    want = ExactLinear.from_weights(w, "w8")(codes.float(), scale)
-    on = codes.to(device)
-    sums = cuda.by_column(cuda.group_sums(on, G))
-    assert sums.stride() == (1, 20)
-    weight = cuda.DeviceLinear.from_weights(w, device)
-    assert torch.equal(cuda.linear(on, scale.to(device), sums, weight, "w8").cpu(), want)
+@pytest.mark.parametrize("view", ["w4", "w8"])
+@pytest.mark.parametrize("tile", [PROMPT, STRIPS])
+@pytest.mark.parametrize(("N", "K", "G", "M", "row_tile"), [
+    (1, 576, 64, 17, 1), (70, 300, 128, 33, 64), (33, 2112, 64, 65, 16), (40, 4352, 128, 20, 1),
+])  # fmt: skip
+def test_prompt(
+    N: int, K: int, G: int, M: int, row_tile: int, tile: Tile, view: ops.View, device: str
+) -> None:
+    """More groups than a step of the correction takes, and fewer; odd sizes; bias and residual."""
+    w = case(N, K, G, bias=True)
+    codes, scale = activation(np.random.default_rng(0), M, 2 * w.base.shape[1])
+    residual = torch.randn(M, N)
+    want = ExactLinear.from_weights(w, view)(codes.float(), scale) + residual
+    got = run(w, view, codes, scale, device, tile, residual, row_tile=row_tile)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("M", "groups"), [(1, 1), (17, 9), (130, 33)])
+def test_sums_as_digits(M: int, groups: int, device: str) -> None:
+    sums = torch.randint(-16256, 16257, (M, groups), dtype=torch.int32)
+    sums[0, 0], sums[-1, -1] = -16256, 16256
+    room = cuda.new_digits(M + 128, groups, device)
+    for tensor in room:
+        tensor.fill_(99)
+    found = cuda.digits_of(sums.to(device), room)
+    assert found.digits is room.digits
+    low, high = found.digits.cpu().int()
+    assert torch.equal((128 * high + low)[:M, :groups], sums)
+    assert not low[M:].any() and not low[:, groups:].any()
+    assert not high[M:].any() and not high[:, groups:].any()
+    total = found.total.cpu()
+    assert torch.equal(total[:M], sums.sum(1, dtype=torch.int32))
+    assert not total[M:].any()
 
 
 @pytest.mark.parametrize("view", ["w4", "w8"])
@@ -139,13 +164,15 @@ def test_the_residual_may_be_the_output(device: str) -> None:
     assert torch.equal(stream.cpu(), want)
 
 
-@pytest.mark.parametrize("tile", [SMALL, DOT4, Tile("mma", 32, 64, 4)])
+@pytest.mark.parametrize("tile", [SMALL, DOT4, Tile("mma", 32, 64, 4), STRIPS])
 @pytest.mark.parametrize("G", [32, 64, 128])
 @pytest.mark.parametrize("view", ["w4", "w8"])
 def test_every_pair_of_nibbles_at_the_largest_numbers(
     view: ops.View, G: int, tile: Tile, device: str
 ) -> None:
     """All 256 byte pairs, the illegal ones too, times ±127 and multipliers of ±32767."""
+    if tile.form == "prompt" and G == 32:
+        pytest.skip("groups of 32 have no prompt form")
     base = (np.arange(256)[None] // 16 + np.arange(16)[:, None]) % 16 - 8
     refine = np.broadcast_to(np.arange(256) % 16 - 8, (16, 256))
     mult = np.where(np.arange(16 * (256 // G)) % 3 == 0, -32767, 32767).reshape(16, -1)
@@ -165,7 +192,7 @@ def test_every_pair_of_nibbles_at_the_largest_numbers(
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("tile", [SMALL, DOT4])
+@pytest.mark.parametrize("tile", [SMALL, DOT4, PROMPT])
 def test_sums_past_32_bits_are_rounded_once(tile: Tile, device: str) -> None:
     """Against integers of any size: one code and one activation, so that only the sum is large."""
     w = dataclasses.replace(
@@ -184,7 +211,7 @@ def test_sums_past_32_bits_are_rounded_once(tile: Tile, device: str) -> None:
     assert np.array_equal(got.numpy()[0], want)
 
 
-@pytest.mark.parametrize("tile", [SMALL, DOT4])
+@pytest.mark.parametrize("tile", [SMALL, DOT4, PROMPT])
 def test_zero_groups_and_zero_rows(tile: Tile, device: str) -> None:
     w = case(16, 256, 64)
     w.mult[:, 1] = 0

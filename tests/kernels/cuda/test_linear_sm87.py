@@ -5,23 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import multiprocessing
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from orin_linear import N, build
 from triton_devices import device_of
 
 from edge_runtime.kernels.cuda import driver
 from edge_runtime.kernels.cuda.tiles import ROW_TILES, choose
 from edge_runtime.kernels.ops import View
 
-if TYPE_CHECKING:
-    from edge_runtime.kernels.cuda.compile import Compiled
-
 SIZES = ((128, 1024), (128, 4352), (64, 576), (64, 960), (32, 160))  # G, K
 ROWS = (1, 7, 16, 20, 33, 70)
 VIEWS: tuple[View, ...] = ("w4", "w8")
-N = 100
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +24,6 @@ def gpu() -> None:
     device_of("cuda")
     if torch.cuda.get_device_capability() < (8, 7):
         pytest.skip("code for sm_87 needs a GPU of compute capability 8.7 or more")
-
-
-def build(group: int, K: int, view: View, M: int) -> Compiled:
-    """Odd N, bias and residual."""
-    from edge_runtime.kernels.cuda.linear_binary import compile_linear
-
-    return compile_linear(
-        choose(87, view, M, N, group), view, group, groups=K // group, row_tile=ROW_TILES[87],
-        even=False, bias=True, residual=True,
-    )  # fmt: skip
 
 
 @pytest.mark.slow

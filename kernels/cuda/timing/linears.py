@@ -47,10 +47,9 @@ def activation(
 ) -> tuple[Tensor, Tensor, Tensor | linear.Digits]:
     """Random codes, their scales and their sums, as a pass of M rows has them."""
     codes = torch.randint(-127, 128, (M, padded(K, group)), dtype=torch.int8, device=device)
-    sums: Tensor | linear.Digits = linear.group_sums(codes, group)
-    if linear.takes_digits(M, group):
-        sums = linear.digits_of(sums)
-    return codes, torch.rand(M, device=device), sums
+    sums = linear.group_sums(codes, group)
+    given = linear.digits_of(sums) if linear.takes_digits(M, group) else sums
+    return codes, torch.rand(M, device=device), given
 
 
 def expected(
@@ -102,7 +101,10 @@ def entries(s: Sizes) -> Iterator[Entry]:
 
 
 def native_entry(
-    name: str, ws: list[linear.DeviceLinear], x: tuple[Tensor, Tensor, Tensor], view: View
+    name: str,
+    ws: list[linear.DeviceLinear],
+    x: tuple[Tensor, Tensor, Tensor | linear.Digits],
+    view: View,
 ) -> Entry:
     """Check the bits of the linear on the first matrix; return what is timed."""
     w, M = ws[0], x[0].shape[0]

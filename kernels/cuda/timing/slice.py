@@ -109,7 +109,11 @@ class Loaded:
         return Entry(name, self.rows, call, len(ws), size, f"{N}x{K}", self.view)
 
     def _call(
-        self, ws: list[DeviceLinear], x: tuple[Tensor, Tensor, Tensor | Digits], out: Tensor, timer: Timer
+        self,
+        ws: list[DeviceLinear],
+        x: tuple[Tensor, Tensor, Tensor | Digits],
+        out: Tensor,
+        timer: Timer,
     ) -> Callable[[int], object]:
         return lambda i: launch_linear(
             self.function, self.tile, *x, ws[i], out, stream=timer.handle

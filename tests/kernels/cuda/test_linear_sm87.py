@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import multiprocessing
+
 import pytest
 import torch
 from orin_linear import N, build

@@ -98,6 +98,3 @@ def call(name: str, *arguments: Any) -> None:
         library.cuGetErrorString(status, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()
         raise BackendUnavailable(f"{name}: {reason} (CUDA error {status})")
-
-
-_call = call

@@ -22,6 +22,7 @@ from edge_runtime.kernels.cuda.compile import Compiled
 
 WARM_UP_SECONDS = 1.5  # clocks rise first
 COPY_BYTES = 1 << 30
+MIN_CALLS = 16  # of a graph: what its launch costs is shared by them
 MAX_SM_ID = 1024
 MARK = """.version 7.0
 .target sm_80
@@ -95,10 +96,12 @@ class Timer:
     def measure(
         self, calls: Sequence[Sequence[Callable[[], object]]], turns: int, *, clocks: bool = False
     ) -> list[Sample]:
-        """Time each list of calls as a graph of its own, all lists in turns; per call."""
+        """Time each list of calls as a graph of its own, all lists in turns; per call. Short lists
+        are repeated within their graph."""
         for some in calls:
             for call in some:
                 self.run(call)  # compiles, and makes what is made once
+        calls = [[*some] * -(-MIN_CALLS // len(some)) for some in calls]
         marks = _Marks(self.num_sms) if clocks else None
         samples = [Sample() for _ in calls]
         with contextlib.ExitStack() as stack:

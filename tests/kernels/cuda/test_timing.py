@@ -10,6 +10,8 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -201,6 +203,39 @@ def test_lines_of_a_slice() -> None:
     whole = {"num_sms": 8, "whole_gpu": True, "why_not": None, "rows": []}
     assert text.slice_lines({"slice": whole}) == ["slice: the whole GPU, 8 SMs, code for sm_87"]
     assert text.slice_lines({"slice": None}) == []
+
+
+def open_slice(monkeypatch: pytest.MonkeyPatch, capability: int, num_sms: int) -> Any:
+    from edge_runtime.kernels.cuda.timing import slice as sm_slice
+
+    gpu = types.SimpleNamespace(multi_processor_count=num_sms)
+    monkeypatch.setattr(sm_slice, "Timer", FakeTimer)
+    monkeypatch.setattr(sm_slice, "capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with sm_slice.open_slice() as timer:
+        return timer
+
+
+def test_the_slice_of_a_small_gpu_is_the_whole_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(open_slice(monkeypatch, 87, 8), FakeTimer)
+
+
+def test_why_there_is_no_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendUnavailable, match="sm_87 does not run on sm_80"):
+        open_slice(monkeypatch, 80, 108)
+
+    def create(**kinds: int) -> None:
+        raise RuntimeError("the driver is too old\nmore")
+
+    old, new = types.ModuleType("old"), types.ModuleType("new")
+    new.GreenContext = types.SimpleNamespace(create=create)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", old)
+    with pytest.raises(BackendUnavailable, match="has no green contexts"):
+        open_slice(monkeypatch, 90, 132)
+    monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", new)
+    with pytest.raises(BackendUnavailable, match="8 multiprocessors: the driver is too old$"):
+        open_slice(monkeypatch, 90, 132)
 
 
 @pytest.mark.parametrize(

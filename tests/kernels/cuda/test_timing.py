@@ -234,7 +234,7 @@ def test_why_there_is_no_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match="has no green contexts"):
         open_slice(monkeypatch, 90, 132)
     monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", new)
-    with pytest.raises(BackendUnavailable, match="8 multiprocessors: the driver is too old$"):
+    with pytest.raises(BackendUnavailable, match=r"8 multiprocessors: the driver is too old$"):
         open_slice(monkeypatch, 90, 132)
 
 

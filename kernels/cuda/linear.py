@@ -193,7 +193,6 @@ def linear(
         *tail,
         M,
         N,
-        *sums.stride(),
         weight.mult.shape[1],
         weight.num_inputs // 2,
         EVEN=N % tile.rows == 0,

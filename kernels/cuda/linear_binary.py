@@ -28,13 +28,11 @@ _MMA_TYPES = {
     "y_ptr": "*fp32",
     "M": "i32",
     "N": "i32",
-    "sum_stride": "i32",
-    "sum_step": "i32",
     "mult_stride": "i32",
     "half_k": "i32",
 }
 _PROMPT_TYPES = {
-    **{n: t for n, t in _MMA_TYPES.items() if n not in ("sum_ptr", "sum_stride", "sum_step")},
+    **{n: t for n, t in _MMA_TYPES.items() if n != "sum_ptr"},
     "digit_ptr": "*i8",
     "total_ptr": "*i32",
     "digit_rows": "i32",
@@ -116,7 +114,7 @@ def compile_linear(
         num_warps=tile.warps,
         max_registers=tile.max_registers if group_size == 128 else None,
         arch=arch,
-        unaligned=("M", "N", "sum_stride", "sum_step"),
+        unaligned=("M", "N"),
     )
 
 
@@ -150,5 +148,5 @@ def launch_linear(
         grid, numbers = (-(-N // tile.rows),), [N]
     else:
         grid = (-(-N // tile.rows) * -(-M // tile.columns),)
-        numbers = [M, N, *sums.stride(), mult.shape[1], weight.num_inputs // 2]
+        numbers = [M, N, mult.shape[1], weight.num_inputs // 2]
     function.launch(grid, [*pointers, *numbers], stream)

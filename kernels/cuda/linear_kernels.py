@@ -43,7 +43,6 @@ def _pair_of_32(
     mult_ptr,
     rows,
     cols,
-    sum_step,
     mult_stride,
     half_k,
     g,
@@ -71,17 +70,17 @@ def _pair_of_32(
         start = cols.to(tl.int32)
         if W8:
             eight = tl.where(at_g == g + k, 8, 0)  # a group that is not there has no sum
-            start = -eight * tl.load(sum_ptr + at_g * sum_step, mask=cols, other=0)
+            start = -eight * tl.load(sum_ptr + at_g, mask=cols, other=0)
         mult = tl.load(mult_ptr + at_g * mult_stride, mask=rows, other=0)
         xl_k, xh_k = tl.where(mine, xl, none), tl.where(mine, xh, none)
         acc = _group(acc, w, r, xl_k, xh_k, start, mult, W8, ASM)
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "N", "sum_stride", "sum_step"])
+@triton.jit(do_not_specialize=["M", "N"])
 def linear_mma(
     x_ptr,  # int8 [M, 2·half_k]
-    sum_ptr,  # int32 [M, 2·half_k/G], of any strides
+    sum_ptr,  # int32 [M, 2·half_k/G]
     x_scale_ptr,  # fp32 [M]
     base_ptr,  # uint8 [N/ROWS, 2·half_k/G, ROWS, G/2], N padded to ROWS
     refine_ptr,  # the same; not read in the w4 view
@@ -92,8 +91,6 @@ def linear_mma(
     y_ptr,  # fp32 [M, N]
     M,
     N,
-    sum_stride,  # from row to row
-    sum_step,  # from group to group
     mult_stride,
     half_k,
     G: tl.constexpr,
@@ -125,7 +122,7 @@ def linear_mma(
     refine_ptr += row[:, None]
     x_ptr += cm[None, :] * (2 * half_k)
     groups = half_k // H
-    sum_ptr += cm * sum_stride
+    sum_ptr += cm * groups
     mult_ptr += rn
     acc = tl.zeros((BN, BM), tl.int64)
     if G == 32:  # the tensor core takes 32 bytes a time: two groups a step
@@ -139,7 +136,6 @@ def linear_mma(
                 mult_ptr,
                 rows,
                 cols,
-                sum_step,
                 mult_stride,
                 half_k,
                 2 * pair,
@@ -173,7 +169,7 @@ def linear_mma(
                     mult = tl.load(mult_ptr + g * mult_stride, mask=rows, other=0)
                 start = cm
                 if W8:
-                    start = -8 * tl.load(sum_ptr + g * sum_step, mask=cols, other=0)
+                    start = -8 * tl.load(sum_ptr + g, mask=cols, other=0)
                 acc = _group(acc, w, r, xl, xh, start, mult, W8, ASM)
     y = acc.to(tl.float32) * tl.load(x_scale_ptr + cm)[None, :]
     y *= tl.load(scale_ptr + cn)[:, None]

@@ -34,7 +34,7 @@ def sum_digits(
     GP: tl.constexpr,  # padded groups, a multiple of CHUNK
     BLOCK: tl.constexpr,  # rows of a program
 ):
-    """Sums of groups as two digits, the low one first, and their total; zeros beyond M and groups."""
+    """Sums of groups as two digits, the low one first, and their total; zeros beyond the sums."""
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, GP, CHUNK):
@@ -51,28 +51,35 @@ def sum_digits(
 
 @triton.jit
 def _corrected(
-    acc, mult_ptr, digit_ptr, total_ptr, rn, rm, N, groups, mult_stride, digit_rows,
-    GP: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """acc - 8 · Σ_g m · Σx: int64 [BN, BS]."""
+    mult_ptr,
+    digit_ptr,
+    total_ptr,
+    rn,
+    rm,
+    N,
+    groups,
+    mult_stride,
+    digit_rows,
+    GP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """-8 · Σ_g m · Σx: int64 [BN, BS]."""
+    total = tl.load(total_ptr + rm).to(tl.int64) * (-8 * 128)
+    acc = tl.zeros((rn.shape[0], rm.shape[0]), tl.int64) + total[None, :]
     k = tl.arange(0, CHUNK)
-    total, _ = tl.broadcast((128 * tl.load(total_ptr + rm))[None, :], acc)
     at = digit_ptr + rm.to(tl.int64)[None, :] * GP + k[:, None]
     for start in range(0, GP, CHUNK):
-        g = start + k
-        live = (rn < N)[:, None] & (g < groups)[None, :]
-        m = tl.load(mult_ptr + rn[:, None] + g[None, :] * mult_stride, mask=live, other=0)
-        low = ((m & 255) - 128).to(tl.int8)  # of a group that is not there too: its sum is 0
-        high = (m >> 8).to(tl.int8)
+        live = (rn < N)[:, None] & (start + k < groups)[None, :]
+        m_at = mult_ptr + rn[:, None] + (start + k)[None, :] * mult_stride
+        m = tl.load(m_at, mask=live, other=0)  # any digits do where there is no group: its Σx is 0
         s_low = tl.load(at + start)
         s_high = tl.load(at + digit_rows.to(tl.int64) * GP + start)
-        dots = tl.dot(low, s_high, out_dtype=tl.int32) * 128 + total
-        dots = tl.dot(low, s_low, acc=dots, out_dtype=tl.int32)
-        acc = multiply_add(dots, tl.full(dots.shape, -8, tl.int32), acc, ASM)
-        dots = tl.dot(high, s_high, out_dtype=tl.int32) * 128
-        dots = tl.dot(high, s_low, acc=dots, out_dtype=tl.int32)
-        acc = multiply_add(dots, tl.full(dots.shape, -8 * 256, tl.int32), acc, ASM)
-        total = tl.zeros_like(total)
+        for high in tl.static_range(2):
+            digit = (m >> 8 if high else (m & 255) - 128).to(tl.int8)
+            dots = tl.dot(digit, s_high, out_dtype=tl.int32) * 128
+            dots = tl.dot(digit, s_low, acc=dots, out_dtype=tl.int32)
+            factor = tl.full(dots.shape, -8 * 256 if high else -8, tl.int32)
+            acc = multiply_add(dots, factor, acc, ASM)
     return acc
 
 
@@ -151,18 +158,18 @@ def linear_prompt(
     w_at = row[:, None] + j[None, :]
     x_at = x_ptr + tl.minimum(rm, M - 1).to(tl.int64)[None, :] * (2 * half_k) + j[:, None]
     x_at2 = x_ptr + tl.minimum(rm2, M - 1).to(tl.int64)[None, :] * (2 * half_k) + j[:, None]
-    acc = tl.zeros((BN, BS), tl.int64)
-    acc2 = acc
     if W8:
         acc = _corrected(
-            acc, mult_ptr, digit_ptr, total_ptr, rn, rm, N, groups, mult_stride, digit_rows,
-            GP, ASM,
-        )  # fmt: skip
+            mult_ptr, digit_ptr, total_ptr, rn, rm, N, groups, mult_stride, digit_rows, GP, ASM
+        )
+        acc2 = acc
         if TWO:
             acc2 = _corrected(
-                acc2, mult_ptr, digit_ptr, total_ptr, rn, rm2, N, groups, mult_stride, digit_rows,
-                GP, ASM,
-            )  # fmt: skip
+                mult_ptr, digit_ptr, total_ptr, rn, rm2, N, groups, mult_stride, digit_rows, GP, ASM
+            )
+    else:
+        acc = tl.zeros((BN, BS), tl.int64)
+        acc2 = acc
     mult_ptr += rn
     ahead = tl.load(mult_ptr, mask=rn < N, other=0)
     for g in tl.range(0, groups, num_stages=STAGES):
@@ -179,9 +186,7 @@ def linear_prompt(
         acc = _strip(acc, low, high, x_at + g * G, mult, H, ASM)
         if TWO:
             acc2 = _strip(acc2, low, high, x_at2 + g * G, mult, H, ASM)
-    _store(
-        acc, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm, M, N, BIAS, RESIDUAL
-    )
+    _store(acc, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm, M, N, BIAS, RESIDUAL)
     if TWO:
         _store(
             acc2, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm2, M, N,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # planning reads the tables, without numpy
 
 
 class Tile(NamedTuple):
-    """rows: of weights in a program. columns: tokens (mma, prompt), or quads of 32 inputs (dot4)."""
+    """rows: of weights in a program. columns: tokens, or quads of 32 inputs (dot4)."""
 
     form: Literal["mma", "dot4", "prompt"]
     rows: int
@@ -60,12 +60,14 @@ ORIN = (
     Line("w4", 16, 0, Tile("mma", 64, 16, 1, 3, max_registers=160), 64),
     Line("w4", 16, 0, Tile("mma", 64, 16, 2)),  # groups of 32: the line above would spill
     Line("w8", 16, 0, Tile("mma", 128, 16, 2)),  # 22016: 28.8, 4096: 29.2; 64 rows 28.3 and 27.1
-    # 11008x4096, sums by column; 17, 64, 288, 1024 rows: 161, 300, 1290, 4555 us with 32x32,
-    # 32x64 takes 293, 1378, 4366 at the last three, 64x32 in two warps 178, 343, 1477, 5246
-    Line("w4", 512, 0, Tile("mma", 32, 32, 1)),
-    Line("w4", ANY, 0, Tile("mma", 32, 64, 2)),
-    Line("w8", 512, 0, Tile("mma", 32, 32, 1)),
-    Line("w8", ANY, 0, Tile("mma", 32, 64, 2)),
+    # 11008x4096; 17, 64, 288, 1024 rows, us: w4 109, 213, 870, 3061 (mma 32x32 107, 208, 878,
+    # 3088); w8 130, 254, 1088, 3843 in one strip, 243, 1080, 3448 at the last three in two; 128
+    # rows of weights in four warps 252, 1135, 3677; the form of few rows (mma 32x32) 168 at 17
+    Line("w4", ANY, 0, Tile("prompt", 64, 32, 2), 64),
+    Line("w8", 32, 0, Tile("prompt", 64, 32, 2), 64),
+    Line("w8", ANY, 0, Tile("prompt", 64, 64, 2, strips=2), 64),
+    Line("w4", ANY, 0, Tile("mma", 32, 32, 1)),
+    Line("w8", ANY, 0, Tile("mma", 32, 32, 1)),
 )
 
 # Hopper: native code on the whole H200, microseconds; K = 4096, G = 128.
@@ -82,12 +84,13 @@ HOPPER = (
     Line("w4", 16, 0, Tile("mma", 16, 16, 1, 4, 256)),  # 4096: 11.2
     Line("w8", 16, 8192, Tile("mma", 128, 16, 4, 3, 256)),  # 22016: 35.2
     Line("w8", 16, 0, Tile("mma", 16, 16, 1, 4, 256)),  # 4096: 14.0
-    # 11008x4096: 17 rows 23, 64 rows 28; 64x128 is 41 at both
-    Line("w4", 64, 0, Tile("mma", 64, 32, 4, 3, max_registers=168)),
-    Line("w8", 64, 0, Tile("mma", 64, 32, 4, 3, max_registers=168)),
-    # 288 rows 76, 1024 rows 213; 64x64 111 and 303, 128x128 140 and 391
-    Line("w4", ANY, 0, Tile("mma", 64, 128, 4)),
-    Line("w8", ANY, 0, Tile("mma", 64, 128, 4)),
+    # 11008x4096; 17, 64, 288, 1024 rows, us: w4 30, 21, 60, 166; w8 36, 29, 75, 193
+    Line("w4", 512, 0, Tile("prompt", 64, 32, 4, max_registers=128), 64),
+    Line("w8", 512, 0, Tile("prompt", 64, 32, 4, max_registers=128), 64),
+    Line("w4", ANY, 0, Tile("prompt", 64, 64, 4), 64),  # 1024: 159; 64x128 166, 128x128 173
+    Line("w8", ANY, 0, Tile("prompt", 64, 64, 4), 64),  # 1024: 185; 64x128 193, 128x128 196
+    Line("w4", ANY, 0, Tile("mma", 64, 32, 4)),
+    Line("w8", ANY, 0, Tile("mma", 64, 32, 4)),
 )
 
 TABLES = {87: ORIN, 90: HOPPER}  # by compute capability; what is not listed takes ORIN

@@ -9,78 +9,59 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda.attention_tiles import (
+    COMBINE_STAGES,
+    COMBINE_WIDTH,
+    Tiles,
+    padded_half,
+    tiles_for,
+    value_slices,
+)
 from edge_runtime.kernels.cuda.cache import LayerCache
-from edge_runtime.kernels.layout import KV_BLOCK
-
-FEWEST_PROGRAMS = 256  # of one warp: eight for each scheduler of an Orin with 8 SMs
-DECODE_ROWS = 16  # more rows go through the form that keeps no partial results
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How one call is cut: speed only.
-
-    form: "words" (dp4a, one query vector), "cols" (tensor cores, query vectors are columns) or
-    "rows" (prefill). queries: query vectors of a program; split: blocks of a program.
-    """
-
-    form: str
-    queries: int
-    split: int = 4
-    warps: int = 1
-    stages: int = 1
-    registers: int | None = None  # of a thread, at most
-    ahead: bool = False  # whether values are loaded before scores are made: registers for latency
-    unroll: int = 128  # blocks whose loads `combine` has in flight
-
-
-def tiles_for(
-    rows: int,
-    group: int,
-    head_dim: int,
-    *,
-    blocks: int = 512,
-    arch: int = 87,
-    fewest_columns: int = 8,
-) -> Tiles:
-    """Return tiles for `rows` rows of `group` query heads per KV head.
-
-    blocks: of all KV heads together; arch: compute capability, 87 is 8.7; fewest_columns: 16 for
-    Triton 3.4, whose int8 dot takes no fewer. Limits on registers are the lowest without spills on
-    sm_87. Measured on an H200: splits of 8 blocks are 1 % faster than of 4 where there are
-    thousands of programs; 64 query vectors of a prompt take 0.56 of the time of 32, and spill two
-    registers on sm_87.
-    """
-    vectors = rows * group
-    if rows > DECODE_ROWS:
-        return Tiles(form="rows", queries=64 if arch >= 90 else 32, warps=4)
-    split = next(s for s in (8, 4, 2, 1) if s == 1 or blocks >= s * FEWEST_PROGRAMS)
-    if vectors == 1 and head_dim % 8 == 0:
-        return Tiles(form="words", queries=1, split=split, registers=128)
-    registers = 192 if fewest_columns == 8 else None
-    return Tiles(form="cols", queries=fewest_columns, split=min(split, 4), registers=registers)
+from edge_runtime.kernels.layout import KV_BLOCK, padded
 
 
 class Workspace:
-    """Partial results of up to `rows` rows over `tokens` tokens, made once and used by every layer.
+    """What lies between the kernels of one call, for up to `rows` rows over `tokens` tokens; made
+    once and used by every layer.
 
-    partial: fp32 [rows·heads, (D + 2)·blocks]: of every block its values, then maxima, then sums.
+    weights: int8 [rows·heads, blocks, 2, 64], limbs of -i; stats: fp32 [rows·heads, 4, blocks];
+    together 144 bytes a block of a query vector. values: fp32 [fused_rows·heads, blocks, D], for
+    fused tiles; by default of as many rows as take them on this device.
     """
 
     def __init__(
-        self, rows: int, num_heads: int, head_dim: int, tokens: int, device: torch.device | str
+        self,
+        rows: int,
+        num_heads: int,
+        head_dim: int,
+        tokens: int,
+        device: torch.device | str,
+        *,
+        fused_rows: int | None = None,
     ) -> None:
-        blocks = -(-tokens // KV_BLOCK)
-        assert rows * num_heads * (head_dim + 2) * blocks < 2**31, "kernels count in int32"
+        blocks = padded(-(-tokens // KV_BLOCK), 16)
+        vectors = rows * num_heads
+        assert vectors * blocks * 2 * KV_BLOCK < 2**31, "kernels count in int32"
+        if fused_rows is None:
+            fused_rows = rows if _arch(torch.device(device)) >= 90 else 0
+        size = (fused_rows * num_heads, blocks, head_dim)
+        assert math.prod(size) < 2**31, "kernels count in int32"
         self.max_blocks = blocks
-        self.partial = torch.empty(rows * num_heads, (head_dim + 2) * blocks, device=device)
+        self.weights = torch.empty(vectors, blocks, 2, KV_BLOCK, dtype=torch.int8, device=device)
+        self.stats = torch.empty(vectors, 4, blocks, device=device)
+        self.values = torch.empty(size, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all."""
+        return self.weights.nbytes + self.stats.nbytes + self.values.nbytes
 
 
 def attention(
@@ -102,41 +83,125 @@ def attention(
     workspace. asm: False for the interpreter.
     """
     require_triton()
-    from edge_runtime.kernels.cuda import attention_kernels as kernels
-    from edge_runtime.kernels.cuda.combine_kernels import combine
 
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
     tokens = min(max_tokens or T, T)
     if tiles is None:
-        blocks = kv_heads * -(-tokens // KV_BLOCK)
         tiles = tiles_for(
-            M, group, D, blocks=blocks, arch=_arch(q.device), fewest_columns=_fewest_columns()
-        )
+            M, group, D, kv_heads=kv_heads, tokens=tokens, arch=_arch(q.device),
+            fewest_columns=fewest_columns(),
+        )  # fmt: skip
     if tiles.form == "rows":
         return _attention_rows(q, positions, full_from, cache, out, tiles, asm)
     assert workspace is not None, "up to 16 rows need a workspace"
-    max_blocks = workspace.max_blocks
-    tokens = min(tokens, max_blocks * KV_BLOCK)
-    words = tiles.form == "words"
-    planes = _planes(cache, torch.int32 if words else torch.uint8)
-    grid = (
-        -(-M * group // tiles.queries) * -(-tokens // (tiles.split * KV_BLOCK)),
-        kv_heads,
-    )
-    kernels.attend_split[grid](
+    tokens = min(tokens, workspace.max_blocks * KV_BLOCK)
+    if tiles.fused:
+        _attend_split(q, positions, full_from, cache, out, workspace, tokens, tiles, asm)
+    else:
+        _weigh_blocks(q, positions, full_from, cache, workspace, tokens, tiles, asm)
+        _add_values(positions, full_from, cache, out, workspace, tiles, asm)
+    return out
+
+
+def _attend_split(
+    q: Tensor,
+    positions: Tensor,
+    full_from: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    workspace: Workspace,
+    tokens: int,
+    tiles: Tiles,
+    asm: bool,
+) -> None:
+    from edge_runtime.kernels.cuda import attention_split_kernels as kernels
+    from edge_runtime.kernels.cuda.attention_kernels import COLS, WORDS
+    from edge_runtime.kernels.cuda.combine_kernels import combine
+
+    M, heads, D = q.shape
+    kv_heads, T = cache.key_scale.shape
+    group = heads // kv_heads
+    assert workspace.values.shape[0] >= M * heads, "the workspace is not made for fused tiles"
+    words, pdl = tiles.form == "words", _overlaps(q.device)
+    splits = -(-tokens // (tiles.split * KV_BLOCK))
+    kernels.attend_split[-(-M * group // tiles.queries) * splits, kv_heads](
         q,
         positions,
         full_from,
-        *planes,
+        *(p.view(torch.int32 if words else torch.uint8) for p in _planes(cache)),
         cache.key_scale,
         cache.value_scale,
-        workspace.partial,
+        workspace.values,
+        workspace.stats,
         M * group,
         heads,
         T,
-        max_blocks,
+        workspace.max_blocks,
+        softmax_scale(D),
+        GROUP=group,
+        D=D,
+        HP=padded_half(D, tiles.form),
+        BQ=tiles.queries,
+        SPLIT=tiles.split,
+        FORM=(WORDS if words else COLS).value,
+        STAGES=tiles.stages,
+        ASM=asm,
+        PDL=pdl,
+        num_warps=tiles.warps,
+        maxnreg=tiles.registers,
+        enable_fp_fusion=False,
+    )
+    combine[M * heads, -(-D // 32)](
+        workspace.values,
+        workspace.stats,
+        positions,
+        out,
+        heads,
+        workspace.max_blocks,
+        D=D,
+        CHUNK=512,
+        WIDTH=COMBINE_WIDTH,
+        STAGES=COMBINE_STAGES,
+        PDL=pdl,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def _weigh_blocks(
+    q: Tensor,
+    positions: Tensor,
+    full_from: Tensor,
+    cache: LayerCache,
+    workspace: Workspace,
+    tokens: int,
+    tiles: Tiles,
+    asm: bool,
+) -> None:
+    from edge_runtime.kernels.cuda import attention_kernels as kernels
+
+    M, heads, D = q.shape
+    kv_heads, T = cache.key_scale.shape
+    group = heads // kv_heads
+    words = tiles.form == "words"
+    keys = [p.view(torch.int32 if words else torch.uint8) for p in _planes(cache)[:2]]
+    splits = -(-tokens // (tiles.split * KV_BLOCK))
+    kernels.weigh_blocks[-(-M * group // tiles.queries) * splits, kv_heads](
+        q,
+        positions,
+        full_from,
+        *keys,
+        cache.key_scale,
+        cache.value_scale,
+        workspace.weights.view(torch.int32) if words else workspace.weights,
+        workspace.stats,
+        M * group,
+        heads,
+        T,
+        workspace.max_blocks,
         softmax_scale(D),
         GROUP=group,
         D=D,
@@ -145,25 +210,54 @@ def attention(
         SPLIT=tiles.split,
         FORM=(kernels.WORDS if words else kernels.COLS).value,
         STAGES=tiles.stages,
-        AHEAD=tiles.ahead,
         ASM=asm,
+        PDL=_overlaps(q.device),
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
         enable_fp_fusion=False,
     )
-    combine[M * heads, -(-D // 31)](
-        workspace.partial,
+
+
+def _add_values(
+    positions: Tensor,
+    full_from: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    workspace: Workspace,
+    tiles: Tiles,
+    asm: bool,
+) -> None:
+    from edge_runtime.kernels.cuda import attention_values_kernels as kernels
+
+    M, heads, D = out.shape
+    kv_heads, T = cache.key_scale.shape
+    group = heads // kv_heads
+    pdl = _overlaps(out.device)
+    kernels.add_values[value_slices(tiles, D), kv_heads, -(-M * group // tiles.columns)](
         positions,
+        full_from,
+        *_planes(cache)[2:],
+        workspace.weights,
+        workspace.stats,
         out,
+        M * group,
         heads,
-        max_blocks,
+        T,
+        workspace.max_blocks,
+        GROUP=group,
         D=D,
-        CHUNK=512,
-        UNROLL=tiles.unroll,
-        num_warps=1,
+        R=tiles.value_rows,
+        BQ=tiles.columns,
+        WIDTH=tiles.width,
+        CHUNK=64 * tiles.width,
+        STAGES=tiles.value_stages,
+        ASM=asm,
+        PDL=pdl,
+        num_warps=tiles.width,
+        maxnreg=tiles.value_registers,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
     )
-    return out
 
 
 def _attention_rows(
@@ -184,7 +278,7 @@ def _attention_rows(
         q,
         positions,
         full_from,
-        *_planes(cache, torch.uint8),
+        *_planes(cache),
         cache.key_scale,
         cache.value_scale,
         out,
@@ -210,21 +304,14 @@ def softmax_scale(head_dim: int) -> float:
     return float(np.float32(1.0) / np.sqrt(np.float32(head_dim)))
 
 
-def padded_half(head_dim: int, form: str) -> int:
-    """D/2 as the kernels hold it: a power of two, as words of four for "words", and at least the
-    32 bytes that an int8 product of a tensor core takes for "cols" and "rows"."""
-    if form == "words":
-        return max(4, _power_of_two(head_dim // 8))
-    return max(32 if form in ("cols", "rows") else 1, _power_of_two(head_dim // 2))
+def _planes(cache: LayerCache) -> tuple[Tensor, ...]:
+    return cache.key_base, cache.key_refine, cache.value_base, cache.value_refine
 
 
-def _planes(cache: LayerCache, dtype: torch.dtype) -> list[Tensor]:
-    planes = (cache.key_base, cache.key_refine, cache.value_base, cache.value_refine)
-    return [p.view(dtype) for p in planes]
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << math.ceil(math.log2(n)) if n > 1 else 1
+def _overlaps(device: torch.device) -> bool:
+    """Whether the second kernel is launched while the first still runs (programmatic dependent
+    launch)."""
+    return _arch(device) >= 90
 
 
 @functools.cache
@@ -236,7 +323,8 @@ def _arch(device: torch.device) -> int:
 
 
 @functools.cache
-def _fewest_columns() -> int:
+def fewest_columns() -> int:
+    """Columns of an int8 product, at least, in this Triton."""
     import triton
 
     version = tuple(int(x) for x in triton.__version__.split(".")[:2])

@@ -1,12 +1,15 @@
-"""Flash-decoding and prefill attention over the nested cache as Triton kernels.
+"""Keys of the nested cache to softmax weights, a block of 64 tokens at a time, as Triton kernels.
 
-Invariant: dots and value sums are integers, so M, tiles and splits cannot change bits; the floats
-between them are fixed per block of 64 tokens, and blocks are added in ascending order. Formula:
-`kernels/ops.py`; shapes: `attention.py` and `cache.py`.
+Invariant: dots are integers, so M, tiles and splits cannot change bits; the floats after them are
+fixed per block. Formula: `kernels/ops.py`; shapes: `attention.py` and `cache.py`.
+
+`weigh_blocks` is the first half of decoding: every block alone, in any order. The second half
+(`attention_values_kernels.py`) adds blocks up in ascending order. What lies between them is two
+bytes a token and 16 bytes a block, a quarter of what the values of every block would take.
 
 Three forms of one block, by what the products run on:
     WORDS  one query vector: dp4a on words of four codes
-    COLS   tensor cores, tokens (then dims) are rows, up to 32 query vectors are columns
+    COLS   tensor cores, tokens are rows, query vectors are columns
     ROWS   tensor cores, query vectors are rows (prefill)
 A weight i (15 bits) goes as two int8 limbs of -i = 256·high + low: of i, the high one overflows.
 """
@@ -113,21 +116,6 @@ def _key_dots(low, high, q_low, q_high, FORM: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _value_dots(codes, w_high, w_low, FORM: tl.constexpr, ASM: tl.constexpr):
-    """Codes [half, 64] times the two limbs -> int32 [half, Q] (ROWS: [Q, half])."""
-    if FORM == WORDS:
-        sums = _dot_words(codes, w_high, 0, ASM)
-        sums = tl.sum(_dot_words(codes, w_low, sums * 256, ASM), 1)[:, None]
-    elif FORM == COLS:
-        sums = tl.dot(codes, w_high, out_dtype=tl.int32) * 256
-        sums = tl.dot(codes, w_low, acc=sums, out_dtype=tl.int32)
-    else:
-        sums = tl.dot(w_high, tl.trans(codes), out_dtype=tl.int32) * 256
-        sums = tl.dot(w_low, tl.trans(codes), acc=sums, out_dtype=tl.int32)
-    return sums
-
-
-@triton.jit
 def _load_plane(ptr, at, inside, EVEN: tl.constexpr):
     """Read once: it leaves L2 before the partial results do."""
     if EVEN:
@@ -167,27 +155,6 @@ def _scores(
 
 
 @triton.jit
-def _load_values(
-    base_ptr, refine_ptr, scale_ptr, block,
-    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Both planes of one block of a head's values and their scales / 16.
-
-    base_ptr, refine_ptr: bytes [T/64, dims, 64] or words [T/64, dims, 16].
-    """
-    WIDTH: tl.constexpr = 16 if FORM == WORDS else 64
-    d = tl.arange(0, HP)
-    at = (d + block * HALF)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = (d < HALF)[:, None]
-    base = _load_plane(base_ptr, at, inside, HP == HALF)
-    refine = base
-    if FULL:
-        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
-    scale = tl.load(scale_ptr + (tl.arange(0, BLOCK) + block * BLOCK))
-    return base, refine, scale.to(tl.float32) * 0.0625
-
-
-@triton.jit
 def _softmax_block(s, value_scale, left, FORM: tl.constexpr):
     """Scores of one block -> block max, block sum, both limbs of -i, -8·Σ i, step (wm / 32767)."""
     AXIS: tl.constexpr = 1 if FORM == ROWS else 0
@@ -218,18 +185,6 @@ def _softmax_block(s, value_scale, left, FORM: tl.constexpr):
 
 
 @triton.jit
-def _values(
-    codes, w_high, w_low, total8, step, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr
-):
-    """One half of the dims of a block, fp32 [half, Q] (ROWS: [Q, half])."""
-    AXIS: tl.constexpr = 1 if FORM == ROWS else 0
-    sums = _value_dots(codes, w_high, w_low, FORM, ASM)
-    if FULL:
-        sums -= tl.expand_dims(total8, AXIS)
-    return (-sums).to(tl.float32) * tl.expand_dims(step, AXIS)
-
-
-@triton.jit
 def _load_queries(
     q_ptr, row, head, heads, D: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
@@ -256,60 +211,56 @@ def _full_block(full_from):
 
 
 @triton.jit
-def _split_blocks(
-    key_base, key_refine, value_base, value_refine, key_scale, value_scale_ptr, start, stop,
-    q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at, stat_at, valid,
-    max_blocks, HALF: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr,
-    FULL: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+def _weigh(
+    key_base, key_refine, key_scale, value_scale_ptr, start, stop, q_low, q_high, q_sum8, factor,
+    position, first_full, weight_ptr, stat_ptr, vector, valid, max_blocks,
+    HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks start…stop - 1 for the queries that see them so: partial results."""
-    DIMS: tl.constexpr = 4 * HP if FORM == WORDS else HP
+    """Weights and statistics of blocks start…stop - 1 for the queries that see them so."""
     UNITS: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
-    d = tl.arange(0, DIMS)
+    token = tl.arange(0, BLOCK)
     for block in tl.range(start, stop, num_stages=STAGES):
         left = position + 1 - block * BLOCK
-        if AHEAD:
-            base, refine, value_scale = _load_values(
-                value_base, value_refine, value_scale_ptr, block, HALF, DIMS, FORM, FULL
-            )
+        value_scale = tl.load(value_scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
         s = _scores(
             key_base, key_refine, key_scale, block, q_low, q_high, q_sum8, factor, left,
             UNITS, HP, FORM, FULL, ASM,
         )  # fmt: skip
-        if not AHEAD:
-            base, refine, value_scale = _load_values(
-                value_base, value_refine, value_scale_ptr, block, HALF, DIMS, FORM, FULL
-            )
         most, total, w_high, w_low, total8, step = _softmax_block(s, value_scale, left, FORM)
         keep = valid & (left > 0) & ((first_full <= block) == FULL)
-        tl.store(partial_ptr + stat_at + block, most, mask=keep)
-        tl.store(partial_ptr + stat_at + max_blocks + block, total, mask=keep)
-        at = (out_at + block * D)[None, :] + d[:, None]
-        inside = (d < HALF)[:, None] & keep[None, :]
-        low, high = _unpack(base, refine, FORM, FULL, ASM)
-        out = _values(low, w_high, w_low, total8, step, FORM, FULL, ASM)
-        tl.store(partial_ptr + at, out, mask=inside)
-        out = _values(high, w_high, w_low, total8, step, FORM, FULL, ASM)
-        tl.store(partial_ptr + at + HALF, out, mask=inside)
+        at = vector * max_blocks + block
+        if FORM == WORDS:
+            word = tl.arange(0, BLOCK // 4)
+            tl.store(weight_ptr + at * (BLOCK // 2) + word, w_high, mask=keep)
+            tl.store(weight_ptr + at * (BLOCK // 2) + word + BLOCK // 4, w_low, mask=keep)
+        else:
+            cell = (at * (2 * BLOCK))[None, :] + token[:, None]
+            tl.store(weight_ptr + cell, w_high, mask=keep[None, :])
+            tl.store(weight_ptr + cell + BLOCK, w_low, mask=keep[None, :])
+        at = vector * (4 * max_blocks) + block
+        tl.store(stat_ptr + at, most, mask=keep)
+        tl.store(stat_ptr + at + max_blocks, total, mask=keep)
+        tl.store(stat_ptr + at + 2 * max_blocks, step, mask=keep)
+        bits = (total8 + tl.zeros_like(left)).to(tl.float32, bitcast=True)
+        tl.store(stat_ptr + at + 3 * max_blocks, bits, mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_queries", "heads", "max_blocks"])
-def attend_split(
+@triton.jit(do_not_specialize=["num_queries", "heads"])
+def weigh_blocks(
     q_ptr,  # fp32 [M, heads, D]
     position_ptr,  # int32 [M]
     full_from_ptr,  # int32 [M]
     key_base_ptr,  # the cache of a layer: see cache.py; words of four bytes for WORDS
     key_refine_ptr,
-    value_base_ptr,
-    value_refine_ptr,
     key_scale_ptr,
     value_scale_ptr,
-    partial_ptr,  # fp32 [M·heads, (D + 2)·max_blocks]: of every block its values, then maxima,
-    # then sums
+    weight_ptr,  # int8 [M·heads, max_blocks, 2, 64], limbs of -i, high ones first (WORDS: words)
+    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: mb, lb, wm / 32767 and, as int32, -8·Σ i
     num_queries,  # M · group
     heads,
     T,
-    max_blocks,
+    max_blocks,  # a multiple of 16
     softmax_scale,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -318,18 +269,18 @@ def attend_split(
     SPLIT: tl.constexpr,  # blocks of a program
     FORM: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # values of a block are asked for before its scores are made
     ASM: tl.constexpr,
+    PDL: tl.constexpr,  # `add_values` may be launched before this kernel has ended
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(1)
     tiles = tl.cdiv(num_queries, BQ)
     split = tl.program_id(0) // tiles
-    query = (
-        tl.program_id(0) - split * tiles
-    ) * BQ  # tiles that read the same tokens run side by side
-    query += tl.arange(0, BQ)
+    # tiles that read the same tokens run side by side
+    query = (tl.program_id(0) - split * tiles) * BQ + tl.arange(0, BQ)
     valid = query < num_queries
     query = tl.minimum(query, num_queries - 1)
     row = query // GROUP
@@ -349,20 +300,18 @@ def attend_split(
         unit: tl.constexpr = HALF // 4 if FORM == WORDS else HALF
         at = kv_head.to(tl.int64) * T
         key_base, key_refine = key_base_ptr + at * unit, key_refine_ptr + at * unit
-        value_base, value_refine = value_base_ptr + at * unit, value_refine_ptr + at * unit
         key_scale, value_scale = key_scale_ptr + at, value_scale_ptr + at
-        out_at = (row * heads + head) * (max_blocks * (D + 2))
-        stat_at = out_at + max_blocks * D
+        vector = row * heads + head
         # where queries differ, a block is walked both ways, each query keeping one result
         base_stop = tl.minimum(tl.maximum(tl.max(first_full, 0), start), stop)
         full_start = tl.minimum(tl.maximum(tl.min(first_full, 0), start), stop)
-        _split_blocks(
-            key_base, key_refine, value_base, value_refine, key_scale, value_scale, start,
-            base_stop, q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at,
-            stat_at, valid, max_blocks, HALF, HP, D, FORM, False, ASM, STAGES, AHEAD,
+        _weigh(
+            key_base, key_refine, key_scale, value_scale, start, base_stop, q_low, q_high, q_sum8,
+            factor, position, first_full, weight_ptr, stat_ptr, vector, valid, max_blocks,
+            HALF, HP, FORM, False, ASM, STAGES,
         )  # fmt: skip
-        _split_blocks(
-            key_base, key_refine, value_base, value_refine, key_scale, value_scale, full_start,
-            stop, q_low, q_high, q_sum8, factor, position, first_full, partial_ptr, out_at,
-            stat_at, valid, max_blocks, HALF, HP, D, FORM, True, ASM, STAGES, AHEAD,
+        _weigh(
+            key_base, key_refine, key_scale, value_scale, full_start, stop, q_low, q_high, q_sum8,
+            factor, position, first_full, weight_ptr, stat_ptr, vector, valid, max_blocks,
+            HALF, HP, FORM, True, ASM, STAGES,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Partial results of attention into its answer: blocks of 64 tokens, ascending, as a Triton kernel.
+"""Values of blocks into the answer of attention: ascending, as a Triton kernel.
 
 Invariant: the order over blocks is that of `kernels/ops.py`, one rounded product and one rounded
 sum a block, whatever the splits were.
@@ -14,49 +14,75 @@ from edge_runtime.kernels.cuda.attention_kernels import BLOCK
 from edge_runtime.kernels.cuda.floats import exp_nonpositive
 
 
-@triton.jit(do_not_specialize=["heads", "max_blocks"])
+@triton.jit
+def _add_ascending(y, terms, WIDTH: tl.constexpr):
+    """y [N] and then terms [WIDTH, N], one after the other; WIDTH is 64 at most."""
+    for i in tl.static_range(WIDTH):
+        term = terms
+        for step in tl.static_range(6):
+            if (WIDTH >> step) > 1:  # of what is left, the half that i lies in
+                pairs = tl.reshape(term, [2, WIDTH >> (step + 1), y.shape[0]])
+                first, second = tl.split(tl.permute(pairs, [1, 2, 0]))
+                term = first if (i & (WIDTH >> (step + 1))) == 0 else second
+        y += tl.reshape(term, y.shape)
+    return y
+
+
+@triton.jit
+def _weights(stat_ptr, top, first, blocks, max_blocks, WIDTH: tl.constexpr):
+    """Blocks first…first + WIDTH - 1 -> (c, lb·c), fp32 [WIDTH]; 0 past the last block."""
+    block = first + tl.arange(0, WIDTH)
+    there = block < blocks
+    block = tl.minimum(block, blocks - 1)
+    c = tl.where(there, exp_nonpositive(tl.load(stat_ptr + block) - top), 0.0)
+    return c, tl.load(stat_ptr + max_blocks + block) * c
+
+
+@triton.jit(do_not_specialize=["heads"])
 def combine(
-    partial_ptr,  # fp32 [M·heads, (D + 2)·max_blocks]: see `attend_split`
+    partial_ptr,  # fp32 [M·heads, max_blocks, D]: values of every block
+    stat_ptr,  # fp32 [M·heads, 4, max_blocks]: mb, lb
     position_ptr,  # int32 [M]
     y_ptr,  # fp32 [M, heads, D]
     heads,
     max_blocks,
     D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,  # blocks whose loads are in flight together
+    CHUNK: tl.constexpr,  # blocks of a step of the maximum
+    WIDTH: tl.constexpr,  # blocks of a step of the sum
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # launched before `attend_split` has ended
 ):
-    """Blocks of one query vector, ascending: (Σ ob·c) / (Σ lb·c), c = exp(block max - max).
+    """32 dims of one query vector: (Σ ob·c) / (Σ lb·c), c = exp(mb - max mb); one warp.
 
-    A program is one warp with 31 dims; its last lane adds up the block sums.
+    A step's weights are made beside the sums of the step before.
     """
     vector = tl.program_id(0)
     blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
-    partial_ptr += vector.to(tl.int64) * max_blocks * (D + 2)
-    most_ptr = partial_ptr + max_blocks * D
-    i = tl.arange(0, CHUNK)
-    most = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
-    for b in range(0, blocks, CHUNK):
-        there = b + i < blocks
-        most = tl.maximum(most, tl.load(most_ptr + b + i, mask=there, other=floats.NEG_INF))
-    top = tl.max(most, 0)
+    stat_ptr += vector * (4 * max_blocks)
+    partial_ptr += vector.to(tl.int64) * max_blocks * D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
+    for first in range(0, blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        most = tl.load(stat_ptr + block, mask=block < blocks, other=floats.NEG_INF)
+        chunk = tl.maximum(chunk, most)
+    top = tl.max(chunk, 0)
 
-    lane = tl.arange(0, 32)
-    last = lane == 31
-    d = tl.program_id(1) * 31 + lane
-    stride = tl.where(last, 1, D)
-    at = tl.where(last, max_blocks * (D + 1), tl.minimum(d, D - 1))
+    d = tl.program_id(1) * 32 + tl.arange(0, 32)
     y = tl.zeros((32,), tl.float32)
-    whole = blocks // UNROLL * UNROLL
-    for b in range(0, whole, UNROLL):
-        for part in tl.static_range(UNROLL // 32):
-            first = b + 32 * part
-            c = exp_nonpositive(tl.load(most_ptr + first + lane) - top)
-            for u in tl.static_range(32):
-                weight = tl.gather(c, lane * 0 + u, 0)  # of block first + u, in every lane
-                y += tl.load(partial_ptr + (at + stride * (first + u))) * weight
-    for b in range(whole, blocks):
-        weight = exp_nonpositive(tl.load(most_ptr + b) - top)
-        y += tl.load(partial_ptr + (at + stride * b)) * weight
-    total = tl.sum(tl.where(last, y, 0.0), 0) + tl.zeros_like(y)
+    total = tl.zeros((32,), tl.float32)
+    c, sums = _weights(stat_ptr, top, 0, blocks, max_blocks, WIDTH)
+    for first in tl.range(0, blocks, WIDTH, num_stages=STAGES):
+        # past the last block it comes again, its weight 0
+        block = tl.minimum(first + tl.arange(0, WIDTH), blocks - 1)
+        at = block[:, None] * D + d[None, :]
+        if D % 32 == 0:
+            values = tl.load(partial_ptr + at)
+        else:
+            values = tl.load(partial_ptr + at, mask=(d < D)[None, :], other=0.0)
+        y = _add_ascending(y, values * c[:, None], WIDTH)
+        total = _add_ascending(total, sums[:, None] + tl.zeros_like(values), WIDTH)
+        c, sums = _weights(stat_ptr, top, first + WIDTH, blocks, max_blocks, WIDTH)
     y_ptr += vector.to(tl.int64) * D
-    tl.store(y_ptr + d, tl.div_rn(y, total), mask=(lane < 31) & (d < D))
+    tl.store(y_ptr + d, tl.div_rn(y, total), mask=d < D)

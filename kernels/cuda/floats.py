@@ -50,17 +50,15 @@ def magnitude_bits(x):
 
 @triton.jit
 def halving_sum(x, AXIS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum WIDTH numbers of an axis of [WIDTH], [WIDTH, Q] or [Q, WIDTH]: halves onto halves.
+    """Sum WIDTH numbers, 256 at most, of an axis of [WIDTH], [WIDTH, Q] or [Q, WIDTH] by halves.
 
     Each step adds two numbers, in whichever order: the bits cannot depend on the layout.
     """
     Q: tl.constexpr = 1 if len(x.shape) == 1 else x.shape[1 - AXIS]
-    width: tl.constexpr = WIDTH // 2
-    if AXIS == 0:
-        x = tl.sum(tl.reshape(x, [2, width, Q]), axis=0)
-    else:
-        x = tl.sum(tl.reshape(x, [Q, 2, width]), axis=1)
-    if width > 1:
-        return halving_sum(x, AXIS, width)
-    else:
-        return tl.reshape(x, [Q])
+    for step in tl.static_range(8):
+        if (WIDTH >> step) > 1:
+            if AXIS == 0:
+                x = tl.sum(tl.reshape(x, [2, WIDTH >> (step + 1), Q]), axis=0)
+            else:
+                x = tl.sum(tl.reshape(x, [Q, 2, WIDTH >> (step + 1)]), axis=1)
+    return tl.reshape(x, [Q])

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import require_triton
-from edge_runtime.kernels.cuda.attention import padded_half, softmax_scale
+from edge_runtime.kernels.cuda.attention import softmax_scale
+from edge_runtime.kernels.cuda.attention_tiles import padded_half
 from edge_runtime.kernels.cuda.cache import LayerCache
 
 

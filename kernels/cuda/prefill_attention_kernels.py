@@ -15,14 +15,42 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     BLOCK,
     ROWS,
     _full_block,
+    _load_plane,
     _load_queries,
-    _load_values,
     _quantised_query,
     _scores,
     _softmax_block,
     _unpack,
-    _values,
 )
+
+
+@triton.jit
+def _load_values(
+    base_ptr, refine_ptr, scale_ptr, block, HALF: tl.constexpr, HP: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """Both planes [dims, 64] of one block of a head's values and their scales / 16."""
+    token = tl.arange(0, BLOCK)
+    d = tl.arange(0, HP)
+    at = (d + block * HALF)[:, None] * BLOCK + token[None, :]
+    inside = (d < HALF)[:, None]
+    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    refine = base
+    if FULL:
+        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+    scale = tl.load(scale_ptr + (token + block * BLOCK))
+    return base, refine, scale.to(tl.float32) * 0.0625
+
+
+@triton.jit
+def _values(codes, w_high, w_low, total8, step, FULL: tl.constexpr):
+    """One half of the dims of a block, fp32 [Q, half]."""
+    codes = tl.trans(codes)
+    sums = tl.dot(w_high, codes, out_dtype=tl.int32) * 256
+    sums = tl.dot(w_low, codes, acc=sums, out_dtype=tl.int32)
+    if FULL:
+        sums -= total8[:, None]
+    return (-sums).to(tl.float32) * step[:, None]
 
 
 @triton.jit
@@ -57,7 +85,7 @@ def _add_blocks(
             HALF, HP, ROWS, FULL, ASM,
         )  # fmt: skip
         base, refine, scale = _load_values(
-            value_base, value_refine, value_scale, block, HALF, HP, ROWS, FULL
+            value_base, value_refine, value_scale, block, HALF, HP, FULL
         )
         most, block_sum, w_high, w_low, total8, step = _softmax_block(s, scale, left, ROWS)
         # a block that no token of which is seen has weight exp(-inf) = 0 and sums of 0
@@ -65,8 +93,8 @@ def _add_blocks(
         c = tl.where(mine, floats.exp_nonpositive(most - top), 0.0)
         total += block_sum * c
         low, high = _unpack(base, refine, ROWS, FULL, ASM)
-        y_low += _values(low, w_high, w_low, total8, step, ROWS, FULL, ASM) * c[:, None]
-        y_high += _values(high, w_high, w_low, total8, step, ROWS, FULL, ASM) * c[:, None]
+        y_low += _values(low, w_high, w_low, total8, step, FULL) * c[:, None]
+        y_high += _values(high, w_high, w_low, total8, step, FULL) * c[:, None]
     return y_low, y_high, total
 
 

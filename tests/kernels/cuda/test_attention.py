@@ -16,7 +16,7 @@ from edge_runtime.kernels.reference import numeric
 from edge_runtime.kernels.reference.ops import ReferenceBackend
 
 F = np.float32
-FORMS = ["words", "cols", "rows"]
+FORMS = ["words", "cols", "rows", "fused words", "fused cols"]
 
 
 class Layer:
@@ -64,13 +64,20 @@ class Layer:
         self, positions: Sequence[int], full: Sequence[int], form: str | None, split: int = 2
     ) -> np.ndarray:
         """The same on the device, outputs poisoned."""
-        from edge_runtime.kernels.cuda.attention import Tiles, Workspace, attention
+        from edge_runtime.kernels.cuda.attention import Workspace, attention
+        from edge_runtime.kernels.cuda.attention_tiles import Tiles
 
         g, M = self.geometry, len(positions)
-        queries = {"words": 1, "cols": 16 if M > 2 else 8, "rows": 16, None: 0}[form]
-        tiles = None if form is None else Tiles(form=form, queries=queries, split=split)
-        space = Workspace(M, g.num_heads, g.head_dim, self.capacity, self.device)
-        space.partial.fill_(float("nan"))
+        tiles = None
+        if form is not None:
+            kind = form.split()[-1]
+            queries = {"words": 1, "cols": 16 if M > 2 else 8, "rows": 16}[kind]
+            fused = form != kind
+            tiles = Tiles(form=kind, queries=queries, split=split, width=2, fused=fused)
+        space = Workspace(M, g.num_heads, g.head_dim, self.capacity, self.device, fused_rows=M)
+        space.weights.fill_(-128)
+        space.stats.fill_(float("nan"))
+        space.values.fill_(float("nan"))
         out = torch.full((M, g.num_heads, g.head_dim), float("nan"), device=self.device)
         attention(
             torch.from_numpy(self.q[list(positions)]).to(self.device),
@@ -100,7 +107,7 @@ def test_lengths(length: int, form: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["cols", "rows"])
+@pytest.mark.parametrize("form", ["cols", "rows", "fused cols"])
 @pytest.mark.parametrize("D", [24, 64, 96, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_shapes(group: int, D: int, form: str, device: str) -> None:
@@ -112,7 +119,8 @@ def test_shapes(group: int, D: int, form: str, device: str) -> None:
 @pytest.mark.parametrize("D", [24, 64, 96, 128])
 def test_words(D: int, device: str) -> None:
     layer = Layer(2, 2, D, 130, device_of(device), seed=D)
-    layer.check([129], [128], "words")
+    for form in ("words", "fused words"):
+        layer.check([129], [128], form)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,7 +162,7 @@ def test_magnitudes(k_scale: float, v_scale: float, form: str, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["cols", "rows"])
+@pytest.mark.parametrize("form", ["cols", "rows", "fused cols"])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_nan_scale_reaches_those_who_see_it(kind: int, form: str, device: str) -> None:
     layer = Layer(4, 2, 24, 130, device_of(device), seed=5)
@@ -172,9 +180,10 @@ def test_nan_scale_reaches_those_who_see_it(kind: int, form: str, device: str) -
 def test_nan_query(device: str) -> None:
     layer = Layer(2, 1, 24, 65, device_of(device), seed=6)
     layer.q[64, 1, 3] = np.nan
-    got = layer.run([64], [0], "cols")
-    assert np.isnan(got[0, 24:]).all()
-    assert np.isfinite(got[0, :24]).all()
+    for form in ("cols", "fused cols"):
+        got = layer.run([64], [0], form)
+        assert np.isnan(got[0, 24:]).all()
+        assert np.isfinite(got[0, :24]).all()
 
 
 @pytest.mark.parametrize("heads", [32, 28])
@@ -187,13 +196,13 @@ def test_large_on_a_gpu(heads: int, D: int) -> None:
         for full in ([0] * rows, [NEVER] * rows, [full_from(p, 300) for p in positions]):
             layer.check(positions, full, None)
     if heads == 32:
-        layer.check([1299], [640], "cols")
-        layer.check([1299], [640], "words")
+        for form in FORMS:
+            layer.check([1299], [640], form)
 
 
 def test_a_hundred_repeats_on_a_gpu() -> None:
     layer = Layer(8, 2, 128, 700, device_of("cuda"), seed=7)
     rows = list(range(692, 700))
-    for form in ("cols", "rows"):
+    for form in ("cols", "rows", "fused cols"):
         want = layer.reference(rows, [0] * 8).tobytes()
         assert all(layer.run(rows, [0] * 8, form).tobytes() == want for _ in range(100))

@@ -12,24 +12,28 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-SHARED_PER_PROGRAM = 48 * 1024  # three programs and more share an SM
+SHARED_PER_WARP = 18 * 1024  # nine warps and more share an SM
 
 SCRIPT = """
 import json, sys
 from edge_runtime.kernels.cuda import attention_binary as binary
-from edge_runtime.kernels.cuda.attention import Tiles, tiles_for
+from edge_runtime.kernels.cuda.attention import fewest_columns
+from edge_runtime.kernels.cuda.attention_tiles import tiles_for
 from edge_runtime.kernels.cuda.compile import inspect
 what, arguments = json.loads(sys.argv[1])
-if what == "attention":
-    rows, group, D = arguments
-    compiled = binary.compile_attention(tiles_for(rows, group, D), D, group)
-elif what == "combine":
-    compiled = binary.compile_combine(tiles_for(1, 1, 128), *arguments)
-else:
+if what == "rope_kv":
     compiled = binary.compile_rope_kv(arguments[0], qk_norm=arguments[1], rotate_kv=arguments[2])
+else:
+    rows, group, D, columns, tiles_of = arguments
+    tiles = tiles_for(
+        rows, group, D, kv_heads=32 // group, arch=tiles_of,
+        fewest_columns=max(columns, fewest_columns()),
+    )
+    build = {"keys": binary.compile_attention, "values": binary.compile_values}[what]
+    compiled = build(tiles, D, group)
 report = inspect(compiled)
 print(json.dumps({
-    "arch": compiled.arch, "registers": report.registers, "stack": report.stack_bytes,
+    "arch": compiled.arch, "warps": compiled.num_warps, "registers": report.registers, "stack": report.stack_bytes,
     "spills": report.spills, "shared": report.shared_bytes, "wide": report.wide_loads,
     "bytes": sum(n for o, n in report.mix.items() if o.startswith("LDG") and ("U8" in o or "S8" in o)),
     "IMMA": report.count("IMMA"), "IDP": report.count("IDP"), "FFMA": report.count("FFMA"),
@@ -49,42 +53,66 @@ def compiled(what: str, *arguments: Any) -> dict[str, int]:
     report: dict[str, int] = json.loads(done.stdout)
     assert report["arch"] == 87
     assert report["stack"] == report["spills"] == 0, report
-    assert report["shared"] <= SHARED_PER_PROGRAM, report
+    assert report["shared"] <= SHARED_PER_WARP * report["warps"], report
     assert report["bytes"] == 0 or what == "rope_kv", report
     return report
+
+
+def kernels(
+    rows: int, group: int, D: int, columns: int = 8, tiles_of: int = 87
+) -> list[dict[str, int]]:
+    """Both kernels of a call; those of a larger GPU's tiles too are compiled for Orin."""
+    return [compiled(what, rows, group, D, columns, tiles_of) for what in ("keys", "values")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "D"), [(1, 128), (1, 64), (1, 96)])
 def test_one_row(group: int, D: int) -> None:
     """dp4a: one query vector per KV head."""
-    report = compiled("attention", 1, group, D)
-    assert report["IDP"] > 0
-    assert report["wide"] >= 12
-    assert report["registers"] <= 168  # twelve programs on an SM
+    keys, values = kernels(1, group, D)
+    assert keys["IDP"] > 0
+    assert keys["registers"] <= 128  # sixteen programs on an SM
+    assert keys["wide"] >= 6
+    assert values["IMMA"] > 0
+    assert values["wide"] >= 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "group", "D"),
-    [(5, 1, 128), (8, 1, 64), (1, 4, 128), (4, 4, 128), (8, 4, 128), (5, 3, 96), (1, 7, 128)],
+    [(5, 1, 128), (8, 1, 64), (1, 4, 128), (8, 4, 128), (5, 3, 96), (1, 7, 128)],
 )
 def test_verification(rows: int, group: int, D: int) -> None:
-    report = compiled("attention", rows, group, D)
-    assert report["IMMA"] > 0
-    assert report["wide"] > 0
+    for report in kernels(rows, group, D):
+        assert report["IMMA"] > 0
+        assert report["wide"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "group", "D"), [(1, 1, 128), (8, 1, 128), (4, 4, 64), (5, 3, 96)])
+def test_sixteen_columns(rows: int, group: int, D: int) -> None:
+    """What Triton 3.4 takes at least; with whatever Triton is installed."""
+    for report in kernels(rows, group, D, 16):
+        assert report["wide"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "columns"), [(1, 8), (4, 8), (4, 16)])
+def test_fused(group: int, columns: int) -> None:
+    keys, combine = kernels(1, group, 128, columns, 90)
+    assert keys["registers"] <= 255
+    assert combine["registers"] <= 128
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "D"), [(1, 128), (4, 128), (3, 64)])
 def test_prefill(group: int, D: int) -> None:
-    report = compiled("attention", 256, group, D)
+    report = compiled("keys", 256, group, D, 8, 87)
     assert report["IMMA"] > 0
     assert report["wide"] > 0
 
 
 @pytest.mark.slow
-def test_combine_and_rope() -> None:
-    assert compiled("combine", 128)["registers"] <= 128
+def test_rope() -> None:
     for norm, rotate in ((False, False), (True, True)):
         assert compiled("rope_kv", 128, norm, rotate)["registers"] <= 128

@@ -181,14 +181,21 @@ class Half:
             for one in tensor:
                 one.normal_()
 
-    def entries(self, M: int, timer: Timer, *, causal: bool = False) -> Iterator[Entry]:
+    def entries(
+        self,
+        M: int,
+        timer: Timer,
+        *,
+        causal: bool = False,
+        tilings: Sequence[tuple[int, int, int, int]] = TILES16,
+    ) -> Iterator[Entry]:
         """Every tiling of the flash-decoding that fits, and torch's own attention."""
         s = self.shape
         q = torch.randn(M, s.heads, s.head_dim, device="cuda", dtype=torch.float16)
         want = self._torch(q, causal)(0)
         name = partial(Entry, "attention", M, num_copies=self.copies, num_bytes=self.num_bytes,
                        shape=str(s), peer=True)  # fmt: skip
-        for BT, warps, stages, split in () if causal else TILES16:
+        for BT, warps, stages, split in () if causal else tilings:
             if s.tokens % split:
                 continue
             y = torch.full_like(q, float("nan"))
@@ -263,7 +270,7 @@ def entries(s: Sizes) -> Iterator[Entry]:
     for M in s.rows:
         for policy in POLICIES if M == 1 else ("kv8",):
             yield nested(shape, cache, M, policy, timer)
-        yield from (e for e in half.entries(M, timer) if e.kind == "torch")
+        yield from half.entries(M, timer, tilings=())
 
 
 def measure(

@@ -34,6 +34,7 @@ def versions() -> dict[str, str]:
     found["gemlite"] = (
         f"gemlite {importlib.metadata.version('gemlite')}" if _has_gemlite() else "not installed"
     )
+    found["torch"] = f"attention in fp16, torch {torch.__version__}"
     return found
 
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda.timing import linears, small
+from edge_runtime.kernels.cuda.timing import attention, linears, small
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes
-
-
-def attention(s: Sizes) -> Iterator[Entry]:
-    """Attention over the cache, rows and policies."""
-    from edge_runtime.kernels.cuda.timing.attention import entries
-
-    return entries(s)
-
 
 SECTIONS: dict[str, tuple[Callable[[Sizes], Iterator[Entry]], ...]] = {
     "linear": (linears.entries,),
-    "attention": (attention,),
+    "attention": (attention.entries,),
     "small": (
         small.embeddings,
         small.quantisers,
@@ -34,7 +26,7 @@ OPS: dict[type[ops.Op], tuple[Callable[[Sizes], Iterator[Entry]], str]] = {
     ops.NormQuantise: (small.quantisers, "norm_quantise"),
     ops.Quantise: (small.quantisers, "quantise"),
     ops.Linear: (linears.entries, "qkv"),
-    ops.Attention: (attention, "attention"),
+    ops.Attention: (attention.entries, "attention"),
     ops.RopeKv: (small.rope, "rope_kv"),
     ops.SiluMulQuantise: (small.silu, "silu_mul_quantise"),
 }

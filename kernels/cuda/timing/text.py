@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 WIDTH = 80
-BASE = "fp16"  # the peer that the last column compares with
+BASE = "fp16"  # the peer that the last column compares with; where it is missing, the fastest
 
 
 def head_lines(document: dict[str, Any]) -> list[str]:
@@ -23,8 +23,8 @@ def head_lines(document: dict[str, Any]) -> list[str]:
     lines = [line for text in paragraphs for line in textwrap.wrap(text, WIDTH)]
     return [
         *lines,
-        f"{'op':<18}{'shape':<14}{'kind':<9}{'rows':>4}{'us':>10}{'GB/s':>8}{'of copy':>8}"
-        f"{'x ' + BASE:>8}",
+        f"{'op':<18}{'shape':<16}{'kind':<11}{'rows':>4}{'us':>9}{'GB/s':>7}{'of copy':>8}"
+        f"{'x ' + BASE:>7}",
     ]
 
 
@@ -32,13 +32,13 @@ def line(row: dict[str, Any]) -> str:
     """One figure; on a slice bytes per clock and multiprocessor in place of GB/s."""
     ratio = row["faster_than"].get(BASE) or min(row["faster_than"].values(), default=None)
     start = (
-        f"{row['op'][:17]:<18}{row['shape'][:13]:<14}{row['kind'][:8]:<9}{row['rows']:>4}"
-        f"{row['seconds']['median'] * 1e6:>10.2f}"
+        f"{row['op'][:17]:<18}{row['shape'][:15]:<16}{row['kind'][:11]:<11}{row['rows']:>4}"
+        f"{row['seconds']['median'] * 1e6:>9.2f}"
     )
-    end = f"{ratio:>8.2f}" if ratio is not None else ""
+    end = f"{ratio:>7.2f}" if ratio is not None else ""
     if "bytes_per_clock" in row:
-        return f"{start}{row['bytes_per_clock']:>7.1f} B/clk/SM{end}".rstrip()
-    return f"{start}{row['gb_s']:>8.1f}{row['share_of_copy']:>8.0%}{end}".rstrip()
+        return f"{start}{row['bytes_per_clock']:>6.1f} B/clk/SM{end}".rstrip()
+    return f"{start}{row['gb_s']:>7.1f}{row['share_of_copy']:>8.0%}{end}".rstrip()
 
 
 def slice_lines(document: dict[str, Any]) -> list[str]:

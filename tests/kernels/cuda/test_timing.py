@@ -172,7 +172,7 @@ def test_document(faked: None, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert document["backend"] == "cuda"
     assert document["copy_gb_s"] == {"median": 100, "min": 100, "max": 100}
-    assert document["peers"].keys() == {"fp16", "int4", "gemlite"}
+    assert document["peers"].keys() == {"fp16", "int4", "gemlite", "torch"}
     assert document["slice"]["why_not"] == "no green contexts in this test"
     for row in document["rows"]:
         assert row["gb_s"] == pytest.approx(row["bytes"] / 1e-6 / 1e9)
@@ -199,10 +199,15 @@ def test_lines_of_a_slice() -> None:
         "op": "gate_up", "shape": "22016x4096", "kind": "w8", "rows": 16, "faster_than": {},
         "seconds": {"median": 1e-4}, "bytes_per_clock": 43.84, "gb_s": 1.0, "share_of_copy": None,
     }  # fmt: skip
-    assert text.line(row).endswith(" 100.00   43.8 B/clk/SM")
+    assert text.line(row).endswith(" 100.00  43.8 B/clk/SM")
     whole = {"num_sms": 8, "whole_gpu": True, "why_not": None, "rows": []}
     assert text.slice_lines({"slice": whole}) == ["slice: the whole GPU, 8 SMs, code for sm_87"]
     assert text.slice_lines({"slice": None}) == []
+    wide = row | {"op": "attention", "shape": "32/32x128 32768", "kind": "recent:1024", "rows": 1}
+    for facts in ({}, {"bytes_per_clock": 43.84}):
+        one = wide | {"faster_than": {"torch": 12.34}, "gb_s": 4321.0, "share_of_copy": 1.0} | facts
+        assert len(text.line(one)) <= text.WIDTH
+        assert text.line(one).split()[:5] == ["attention", "32/32x128", "32768", "recent:1024", "1"]
 
 
 def open_slice(monkeypatch: pytest.MonkeyPatch, capability: int, num_sms: int) -> Any:

@@ -4,18 +4,25 @@
     load(Compiled.read(folder, stem))       on the board: `driver`, no torch, no Triton
 
 index.json lists what each file is for: op, view, sizes, the largest number of rows, and what a
-launch needs to know of its tile (`linear_binary.launch_linear`). Linears and RoPE with the KV write
-so far.
+launch needs to know of its tile (`linear_binary.launch_linear`, `attention_binary.Launcher`).
+Linears, RoPE with the KV write, and attention; the quantisers and the head are not here yet.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edge_runtime.kernels.cuda.attention_binary import compile_rope_kv
+from edge_runtime.kernels.cuda.attention_binary import (
+    compile_attention,
+    compile_rope_kv,
+    compile_values,
+)
+from edge_runtime.kernels.cuda.attention_tiles import tiles_for
 from edge_runtime.kernels.cuda.compile import ORIN, Compiled
 from edge_runtime.kernels.cuda.linear_binary import compile_linear
 from edge_runtime.kernels.cuda.tiles import ROW_TILES, choose
@@ -24,6 +31,7 @@ from edge_runtime.kernels.ops import View
 
 INDEX = "index.json"
 MAX_ROWS = (8, 16, 256)  # verified drafts, a full tile of tokens, a chunk of a prompt
+ATTENTION_ROWS = (1, 8, 16, 256)
 VIEWS: tuple[View, ...] = ("w4", "w8")
 ADDED_TO = ("o", "down")  # linears whose output is added to the residual stream
 
@@ -31,12 +39,11 @@ ADDED_TO = ("o", "down")  # linears whose output is added to the residual stream
 def save(sizes: Sizes, folder: Path, arch: int = ORIN) -> list[dict[str, Any]]:
     """Compile for sm_`arch`, write the files and their index, and return it."""
     index: dict[str, dict[str, Any]] = {}
-    for stem, facts, compiled in _linears(sizes, arch):
+    for stem, facts, compiled in itertools.chain(
+        _linears(sizes, arch), _rope(sizes, arch), _attention(sizes, arch)
+    ):
         compiled.save(folder, stem)
         index[stem] = facts
-    rotate = compile_rope_kv(sizes.head_dim, qk_norm=sizes.qk_norm, rotate_kv=False, arch=arch)
-    rotate.save(folder, "rope_kv")
-    index["rope_kv"] = {"op": "rope_kv", "head_dim": sizes.head_dim, "qk_norm": sizes.qk_norm}
     rows = [{"file": stem, **facts} for stem, facts in index.items()]
     (folder / INDEX).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return rows
@@ -62,3 +69,30 @@ def _linears(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compile
                     "form": tile.form, "tile_rows": tile.rows, "tile_columns": tile.columns,
                 }  # fmt: skip
                 yield f"{name}-{view}-{most}", facts, compiled
+
+
+def _rope(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]:
+    """RoPE with the KV write, without and with R3, which takes a power of two."""
+    D = s.head_dim
+    for rotate in (False, True)[: 1 if D & (D - 1) else 2]:
+        compiled = compile_rope_kv(D, qk_norm=s.qk_norm, rotate_kv=rotate, arch=arch)
+        facts = {"op": "rope_kv", "head_dim": D, "qk_norm": s.qk_norm, "rotate_kv": rotate}
+        yield "rope_kv-r3" if rotate else "rope_kv", facts, compiled
+
+
+def _attention(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]:
+    """The walk over keys, and over values where that is a kernel of its own."""
+    from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+
+    group, D = s.heads // s.kv_heads, s.head_dim
+    for most in ATTENTION_ROWS:
+        tiles = tiles_for(
+            most, group, D, kv_heads=s.kv_heads, tokens=s.tokens, arch=arch,
+            fewest_columns=MIN_COLUMNS,
+        )  # fmt: skip
+        facts = {"group": group, "head_dim": D, "max_rows": most, "tiles": asdict(tiles)}
+        first = compile_attention(tiles, D, group, arch=arch)
+        yield f"attention-{most}", {"op": "attention", "part": "weigh", **facts}, first
+        if tiles.form != "rows":
+            second = compile_values(tiles, D, group, arch=arch)
+            yield f"attention-{most}-add", {"op": "attention", "part": "add", **facts}, second

@@ -139,8 +139,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 def test_a_folder_of_machine_code(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
-    assert {(f["op"], f.get("view"), f.get("max_rows")) for f in index} == {
+    assert {(f["op"], f.get("view", f.get("part")), f.get("max_rows")) for f in index} == {
         *(("linear", view, rows) for view in ("w4", "w8") for rows in (8, 16, 256)),
+        *(("attention", "weigh", rows) for rows in (1, 8, 16, 256)),
+        *(("attention", "add", rows) for rows in (1, 8, 16)),
         ("rope_kv", None, None),
     }
     for facts in index:

@@ -94,7 +94,9 @@ def steps(engine: Engine, rows: Sequence[int], repeats: int, position: int = 40)
         for view, count in kinds:
             batch = _batch(count, position, count)
             started = time.perf_counter()
-            engine.model.backend.run(engine.model.program(view), batch, engine.cache)
+            logits = engine.model.backend.run(engine.model.program(view), batch, engine.cache)
+            assert logits is not None
+            logits.wait()
             if turn:
                 found[view, count].values.append(time.perf_counter() - started)
     one = found["w8", 1].document()["median"]

@@ -6,7 +6,9 @@ falls back without that reason being shown.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from edge_runtime.errors import BackendUnavailable, UsageError, cut
@@ -36,8 +38,23 @@ def backend_status() -> list[tuple[str, bool, str]]:
 
 
 def cuda_status() -> tuple[bool, str]:
-    """Return whether the cuda backend is there, and the reason."""
-    return False, "the CUDA kernels are not joined to an engine yet"
+    """Return whether the cuda backend is there, and the reason. torch is imported only where a
+    driver is."""
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return False, f"{name} is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False, "TRITON_INTERPRET=1 keeps kernels off the GPU"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False, "no NVIDIA driver (libcuda.so.1) is here"
+    from edge_runtime.kernels import cuda
+
+    try:
+        return True, cuda.found()
+    except BackendUnavailable as error:
+        return False, error.message
 
 
 def _cpu_status() -> tuple[bool, str]:
@@ -69,14 +86,18 @@ def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple
             f"backend: expected auto or one of {', '.join(BACKENDS)}, got {cut(name)!r}"
         )
     status = {n: (ok, reason) for n, ok, reason in backend_status()}
-    lost = f"cuda: {status['cuda'][1]}"
+    ok, reason = status["cuda"]
+    lost = f"cuda: {reason}"
+    if name == "auto" and ok:
+        return "cuda", reason
     if name in ("auto", "cpu"):
         try:
-            return "cpu", f"native kernels, instruction set {_cpu_isa(head_dim, heads_per_kv)}"
+            why = f"native kernels, instruction set {_cpu_isa(head_dim, heads_per_kv)}"
+            return "cpu", why if name == "cpu" else f"{why}; not {lost}"
         except BackendUnavailable as error:
             if name == "cpu":
                 raise
-            lost = f"cpu: {error.message} ({error.hint})"
+            lost = f"cpu: {error.message} ({error.hint}); {lost}"
     ok, reason = status["cuda" if name == "cuda" else "reference"]
     if ok and name == "auto":
         return "reference", f"{reason}, slow; not {lost}"
@@ -93,13 +114,17 @@ def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple
 def open_backend(
     name: str, weights: ModelWeights, geometry: Geometry, threads: int | None = None
 ) -> Backend:
-    """Make a backend that `choose_backend` has approved; threads None keeps the default."""
+    """Make a backend that `choose_backend` has approved; threads: of a CPU, None: the default."""
     if name == "cpu":
         from edge_runtime.kernels.cpu import library
         from edge_runtime.kernels.cpu.backend import CpuBackend
         from edge_runtime.kernels.cpu.threads import usable_cores
 
         return CpuBackend(weights, geometry, threads or usable_cores(), library.choose_isa())
+    if name == "cuda":
+        from edge_runtime.kernels.cuda.backend import CudaBackend
+
+        return CudaBackend(weights, geometry)
     assert name == "reference", name
     from edge_runtime.kernels.reference.ops import ReferenceBackend
 

@@ -186,6 +186,10 @@ class Geometry:
 class Logits(Protocol):
     """Logits of a pass, kept where the backend made them until they are asked for."""
 
+    def wait(self) -> None:
+        """Return when the pass is over: a backend may still be at work when `run` returns."""
+        ...
+
     def argmax(self, allowed: Sequence[int] | I64 | None = None) -> list[int]:
         """Return the winning id per row, among `allowed` if given. NaN raises NumericError."""
         ...

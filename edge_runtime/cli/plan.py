@@ -169,7 +169,7 @@ def _backend_notes(profile: DeviceProfile) -> list[str]:
 
         ok, why = cuda_status()
         if not ok:
-            return [f"{why}: on the board itself this version computes on its CPU"]
+            return [f"the cuda backend is planned, which is not there on this machine: {why}"]
     return []
 
 

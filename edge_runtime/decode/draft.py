@@ -51,8 +51,11 @@ class BaseDraft:
         last = tokens[-1]
         for i in range(gamma):
             started = time.perf_counter()
-            logits = self._model.forward("w4", [last], start + i, self._cache, policy=self._policy)
-            last = self._pick(logits, start + i + 1, drafted)
+            at, policy = start + i, self._policy
+            # no name holds the logits: the next pass may write where they are
+            last = self._pick(
+                self._model.forward("w4", [last], at, self._cache, policy=policy), at + 1, drafted
+            )
             drafted.append(last)
             self._on_step(time.perf_counter() - started)
         return drafted

@@ -220,15 +220,31 @@ class Engine:
         return [t.bos_id, *ids] if t.add_bos and t.bos_id is not None else ids
 
     def memory(self) -> dict[str, int]:
-        """Bytes: weights as the backend holds them, KV cache, the rest, and the process's peak."""
-        process = psutil.Process().memory_info()
-        weights, kv = self.model.backend.weights_bytes, self.cache.num_bytes
+        """Bytes: weights as the backend holds them, KV cache, the rest, and the process's peak.
+
+        With a GPU the rest and the peak are of its own memory, or of the pool that it shares with
+        the process; what torch holds, the CUDA context and the process are lines of their own.
+        """
+        rss, peak, backend = (
+            psutil.Process().memory_info().rss,
+            peak_rss_bytes(),
+            self.model.backend,
+        )
+        weights, kv = backend.weights_bytes, self.cache.num_bytes
+        gpu = getattr(backend, "device_memory", dict[str, int])()
+        used = rss
+        if gpu:
+            alone = backend.discrete  # type: ignore[attr-defined]
+            used = gpu["device_bytes"] + (0 if alone else rss)
+            lines = {"rss_bytes": rss, "rss_peak_bytes": peak}
+            peak = gpu["device_peak_bytes"] + gpu["context_bytes"] + (0 if alone else peak)
+            gpu = gpu | lines
         return {
             "weights_bytes": weights,
             "kv_bytes": kv,
-            "workspace_bytes": max(0, process.rss - weights - kv),
-            "peak_bytes": peak_rss_bytes(),
-        }
+            "workspace_bytes": max(0, used - weights - kv),
+            "peak_bytes": peak,
+        } | gpu
 
     def relieve(self, kept: int | None = None) -> int:
         """Give memory back that is not needed now and return how much in bytes; no token changes.

@@ -203,6 +203,8 @@ class Generation:
             engine.filled(prompt.keys[at : at + done])
             if done < len(part) or (logits is None and self._why_stopped()):
                 return None
+        if logits is not None:
+            logits.wait()
         seconds = time.perf_counter() - started
         engine.note("prefill", started)
         self.result.prefill_tok_s = (len(prompt) - reused) / seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from typing import Any
 
 import psutil
 
@@ -15,6 +16,7 @@ from edge_runtime import machine
 from edge_runtime.decode import arguments
 from edge_runtime.errors import BudgetError, UsageError
 from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels.cuda.sizes import CONTEXT_BYTES
 from edge_runtime.plan import footprint
 
 
@@ -33,14 +35,8 @@ def fit_context(
 
     Raises BudgetError with the numbers, UsageError for an impossible value.
     """
-    account = footprint.footprint(
-        spec,
-        layout="fp" if view == "fp" else "nest",
-        backend=backend,
-        group_size=group_size,
-        threads=threads,
-    )
-    available = room_bytes(account.fixed["runtime"], reserve_bytes)
+    account = account_here(spec, backend, view=view, group_size=group_size, threads=threads)
+    available = room_bytes(account.fixed["runtime"], reserve_bytes, backend)
     limit = available if budget_bytes is None else min(available, budget_bytes)
     fixed, fits = account.fixed_bytes, account.max_context(limit)
     asked = arguments.context(ctx)
@@ -70,9 +66,41 @@ def fit_context(
     return context
 
 
-def room_bytes(runtime_bytes: int, reserve_bytes: int) -> int:
+def account_here(
+    spec: ModelSpec,
+    backend: str,
+    *,
+    view: str = "nest",
+    group_size: int | None = None,
+    threads: int | None = None,
+) -> footprint.Footprint:
+    """Make the account of an engine on this machine, with the GPU it would run on."""
+    gpu: dict[str, Any] = {}
+    if backend == "cuda":
+        found = _gpu_pool()
+        gpu = {"arch": found.arch, "discrete": found.discrete}
+    return footprint.footprint(
+        spec,
+        layout="fp" if view == "fp" else "nest",
+        backend=backend,
+        group_size=group_size,
+        threads=threads,
+        **gpu,
+    )
+
+
+def _gpu_pool() -> Any:
+    from edge_runtime.kernels.cuda.memory import pool
+
+    return pool()
+
+
+def room_bytes(runtime_bytes: int, reserve_bytes: int, backend: str = "") -> int:
     """Memory that this process can have in all: what is free beyond the reserve, and what of its
-    runtime (which an account counts) it has already."""
+    runtime (which an account counts) it has already. On cuda, of a GPU's own memory if it has."""
+    if backend == "cuda" and (gpu := _gpu_pool()).discrete:
+        own = min(CONTEXT_BYTES, runtime_bytes)  # it is there since the GPU was looked at
+        return int(gpu.free_bytes) + own - footprint.reserve_bytes(reserve_bytes, gpu.total_bytes)
     free = machine.available_bytes()
     if free is None:
         free = psutil.virtual_memory().available

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from edge_runtime import kernels
-from edge_runtime.decode.memory import fit_context, room_bytes
+from edge_runtime.decode.memory import account_here, fit_context, room_bytes
 from edge_runtime.format.manifest import Manifest
 from edge_runtime.measure import child, prove
 from edge_runtime.measure.child import Outcome
 from edge_runtime.measure.profile import Wishes
 from edge_runtime.measure.worker import Way
-from edge_runtime.plan.footprint import footprint
 
 OTHERS_SHARE = 0.01  # of what is free, left alone where no budget is given: it comes and goes
 
@@ -26,9 +25,9 @@ def find(wishes: Wishes, manifest: Manifest) -> dict[str, Any]:
     )
     sizes: dict[str, Any] = {"group_size": manifest.group_size, "threads": wishes.job.threads}
     budget = wishes.job.budget_bytes
-    account = footprint(spec, layout="nest", backend=name, **sizes)
+    account = account_here(spec, name, **sizes)
     if budget is None:
-        budget = int(room_bytes(0, wishes.job.reserve_bytes) * (1 - OTHERS_SHARE))
+        budget = int(room_bytes(0, wishes.job.reserve_bytes, name) * (1 - OTHERS_SHARE))
     planned = fit_context(spec, "auto", name, budget, wishes.job.reserve_bytes, **sizes)
 
     def attempt(context: int, enforced: bool) -> Outcome:

@@ -15,7 +15,7 @@ import msgspec
 from edge_runtime import machine
 from edge_runtime.decode.draft import DraftChoice, choose_draft
 from edge_runtime.decode.engine import Engine
-from edge_runtime.plan.footprint import footprint
+from edge_runtime.decode.memory import account_here
 
 ModeName = Literal["fp16", "w8", "w4", "nest"]
 CHARACTERS = 8  # of text a token, more than any tokenizer needs on average
@@ -70,10 +70,10 @@ def run(engine: Engine, job: Job, emit: Emit) -> None:
     """Run every way of a job in turns and report each run."""
     text = job.text[: CHARACTERS * job.prompt_tokens]  # encoding takes memory too
     prompt = prompt_of(engine.encode_text(text), job.prompt_tokens)
-    account = footprint(
+    account = account_here(
         engine.model.spec,
-        layout="fp" if engine.view == "fp" else "nest",
-        backend=engine.backend_name,
+        engine.backend_name,
+        view=engine.view,
         group_size=engine.group_size or None,
         threads=job.threads,
     )
@@ -99,7 +99,7 @@ def run(engine: Engine, job: Job, emit: Emit) -> None:
 def _once(engine: Engine, job: Job, way: Way, prompt: list[int]) -> dict[str, Any]:
     _set_way(engine, job, way)
     engine.reuse([0])
-    resettable = machine.reset_peak()
+    resettable = machine.reset_peak() and "device_bytes" not in engine.memory()
     engine.phases = []
     result = engine.generate(prompt, max_new_tokens=job.new_tokens, ignore_eos=True).complete()
     draft = result.draft
@@ -112,7 +112,7 @@ def _once(engine: Engine, job: Job, way: Way, prompt: list[int]) -> dict[str, An
         "accepted": draft["accepted"],
         "cycles": draft["cycles"],
         "draft_why": result.draft_why,
-        "peak_bytes": machine.peak_bytes(),
+        "peak_bytes": machine.peak_bytes() if resettable else result.memory["peak_bytes"],
         "peak_of_this_run": resettable,
         "memory": result.memory,
         "phases": engine.phases,

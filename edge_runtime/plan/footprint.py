@@ -11,12 +11,12 @@ target, nested KV), `fp` (the unquantised view: fp32 in torch).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels.cuda import sizes
 from edge_runtime.kernels.layout import (
     CHUNK_ROWS,
     KV_BLOCK,
@@ -36,6 +36,7 @@ CPU_RUNTIME_BYTES = 48 << 20  # interpreter and libraries, measured
 TOKENIZER_BYTES = 350  # an id of the vocabulary (measured: 17 MiB for 49,152)
 LOOKUP_BYTES = 600  # a token of context: its id and the n-grams that end in it, as Python objects
 CUDA_RUNTIME_BYTES = 1 << 30  # context, libraries, interpreter: assumed where no profile knows it
+DISCRETE_RUNTIME_BYTES = sizes.CONTEXT_BYTES + sizes.CODE_BYTES
 LEAST_RESERVE_BYTES = 64 << 20  # left free where no more is asked for
 LEAST_RESERVE_SHARE = 50  # and never more of a machine than this part by itself
 QUERIES = 32  # query vectors that a thread takes through attention together
@@ -140,29 +141,39 @@ def footprint(
     threads: int | None = None,
     runtime_bytes: int | None = None,
     reserve_bytes: int = 0,
+    arch: int = 87,
+    discrete: bool = False,
 ) -> Footprint:
     """Make the account of a layout.
 
     group_size None: as a conversion chooses. threads None: as the cpu backend chooses.
-    runtime_bytes: of the program itself; None: the backend's usual.
+    runtime_bytes: of the program itself; None: the backend's usual. arch, discrete: of the GPU on
+    the cuda backend, 87 being compute capability 8.7; one with memory of its own is accounted for
+    what lies there, any other for all of the process.
     """
     G = group_size or usual_group_size(spec)
     if backend == "reference":
         weights = _float_weights(spec) if layout == "fp" else _reference_weights(spec, G)
         workspace = 0  # within its runtime
     else:
-        weights = _WEIGHTS[layout](spec, G)
+        weights = _weights(spec, layout, G, backend, arch)
         logits = (MAX_GAMMA + 1) * padded(spec.vocab_size, ROW_TILE) * 4
         workspace = CHUNK_ROWS * activation_bytes(spec, G) + logits
-    runtime = usual_runtime_bytes(spec, backend) if runtime_bytes is None else runtime_bytes
+    if backend == "cuda":
+        workspace = _cuda_workspace_bytes(spec, G)
+    runtime = runtime_bytes
+    if runtime is None:
+        runtime = usual_runtime_bytes(spec, backend) if not discrete else DISCRETE_RUNTIME_BYTES
     block = 1 if layout == "fp" else KV_BLOCK
     per_block = {
         "rope": block * 4 * spec.head_dim,  # cos and sin, fp32
         "kv": block * kv_per_token_bytes(spec, layout, backend),
-        "runtime": block * LOOKUP_BYTES,
+        "runtime": 0 if discrete else block * LOOKUP_BYTES,
     }
-    if backend != "reference":
-        per_block["workspace"] = _attention_block_bytes(spec, backend, threads)
+    if backend == "cuda":
+        per_block["workspace"] = sizes.attention_block(spec.num_heads, spec.head_dim, arch)
+    elif backend == "cpu":
+        per_block["workspace"] = _attention_block_bytes(spec, threads)
     return Footprint(
         layout=layout,
         weights_bytes=sum(weights.values()),
@@ -204,14 +215,43 @@ def usual_runtime_bytes(spec: ModelSpec, backend: str) -> int:
     return TORCH_RUNTIME_BYTES if backend == "reference" else CUDA_RUNTIME_BYTES
 
 
-def _attention_block_bytes(spec: ModelSpec, backend: str, threads: int | None) -> int:
-    """Bytes that attention keeps of a block of the cache: of eight rows, and of a thread's own."""
-    vectors = (MAX_GAMMA + 1) * spec.num_heads
-    if backend == "cpu":
-        from edge_runtime.kernels.cpu.threads import usable_cores
+def _attention_block_bytes(spec: ModelSpec, threads: int | None) -> int:
+    """Bytes that attention on a CPU keeps of a block of the cache: of eight rows, and of a thread's
+    own."""
+    from edge_runtime.kernels.cpu.threads import usable_cores
 
-        vectors += QUERIES * (threads or usable_cores())
+    vectors = (MAX_GAMMA + 1) * spec.num_heads + QUERIES * (threads or usable_cores())
     return 4 * vectors * (spec.head_dim + 2)
+
+
+def _cuda_workspace_bytes(spec: ModelSpec, G: int) -> int:
+    """Bytes of a pass's registers and of the logits' room."""
+    widths = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
+    return sizes.registers(*widths, G) + sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size)
+
+
+def _cuda_weights(spec: ModelSpec, G: int, arch: int, *, refine: bool) -> dict[str, int]:
+    """The nest, or its base alone, in the pieces that the cuda backend allocates."""
+    biases = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.mlp_bias)
+    layer = [
+        sizes.linear(n, padded(k, G), G, arch, bias=bias)
+        for (n, k), bias in zip(layer_linears(spec), biases, strict=True)
+    ]
+    head = sizes.linear(spec.vocab_size, padded(spec.hidden_size, G), G, arch, bias=False)
+    norms = 2 * sizes.piece(4 * spec.head_dim) if spec.qk_norm else 0
+
+    def all_layers(*names: str) -> int:
+        return spec.num_layers * sum(sum(one[name] for name in names) for one in layer)
+
+    planes = ("base", "refine") if refine else ("base",)
+    return {
+        **{name: all_layers(name) for name in planes},
+        "scales": all_layers("mult", "scale", "mult_rows"),
+        "embedding": sizes.piece(spec.vocab_size * spec.hidden_size)
+        + sizes.piece(4 * spec.vocab_size),
+        "head": sum(size for name, size in head.items() if refine or name != "refine"),
+        "norms": all_layers("bias") + spec.num_layers * norms,
+    }
 
 
 def _matrices(spec: ModelSpec) -> tuple[int, list[tuple[int, int]], tuple[int, int]]:
@@ -255,16 +295,21 @@ def _w4_weights(spec: ModelSpec, G: int) -> dict[str, int]:
     return both | {"head": linear_bytes(*_matrices(spec)[2], G, 1)}
 
 
-def _w8_weights(spec: ModelSpec, G: int) -> dict[str, int]:
-    """Plain 8-bit weights take what both planes take; scales are those of the nest."""
-    both = _nest_weights(spec, G)
-    return {"weights": both.pop("base") + both.pop("refine"), **both}
-
-
-def _two_copies_weights(spec: ModelSpec, G: int) -> dict[str, int]:
-    """A W8 target, and a W4 draft with its own scales and head; the embedding is shared."""
-    draft, target = _w4_weights(spec, G), _w8_weights(spec, G)
-    return {"draft": draft["base"] + draft["scales"] + draft["head"], **target}
+def _weights(spec: ModelSpec, layout: Layout, G: int, backend: str, arch: int) -> dict[str, int]:
+    """Plain 8-bit weights take what both planes take, with the scales of the nest. Two copies: such
+    a target, and a W4 draft with its own scales and head; the embedding is shared."""
+    if layout == "fp16":
+        return _fp16_weights(spec, G)
+    if backend == "cuda":
+        nest, w4 = (_cuda_weights(spec, G, arch, refine=refine) for refine in (True, False))
+    else:
+        nest, w4 = _nest_weights(spec, G), _w4_weights(spec, G)
+    if layout in ("nest", "w4"):
+        return nest if layout == "nest" else w4
+    w8 = {"weights": nest.pop("base") + nest.pop("refine"), **nest}
+    if layout == "w8":
+        return w8
+    return {"draft": w4["base"] + w4["scales"] + w4["head"], **w8}
 
 
 def _fp16_weights(spec: ModelSpec, G: int) -> dict[str, int]:
@@ -276,15 +321,6 @@ def _fp16_weights(spec: ModelSpec, G: int) -> dict[str, int]:
         "head": 0 if spec.tied_embedding else table,
         "norms": _small_bytes(spec) + 2 * spec.hidden_size * (2 * layers + 1),
     }
-
-
-_WEIGHTS: dict[Layout, Callable[[ModelSpec, int], dict[str, int]]] = {
-    "nest": _nest_weights,
-    "w4": _w4_weights,
-    "w8": _w8_weights,
-    "fp16": _fp16_weights,
-    "two_copies": _two_copies_weights,
-}
 
 
 def _reference_weights(spec: ModelSpec, G: int) -> dict[str, int]:

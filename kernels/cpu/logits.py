@@ -44,6 +44,9 @@ class CpuLogits:
         """Give the buffer back for the next pass."""
         self._owner.spare = self._buffer
 
+    def wait(self) -> None:
+        """Do nothing: `run` waits."""
+
     @property
     def _rows(self) -> npt.NDArray[np.float32]:
         return self._buffer.values[: self._num, : self._owner.geometry.num_tokens]

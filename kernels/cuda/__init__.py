@@ -35,3 +35,16 @@ def require_gpu() -> None:
             f"the CUDA kernels need a GPU that torch can use: torch {torch.__version__} {found}",
             "`bitnest-edge doctor` says what was found; on a Jetson torch has to be NVIDIA's build",
         )
+
+
+def found() -> str:
+    """Say which GPU and versions the backend has. Raises BackendUnavailable where it has none."""
+    require_gpu()
+    import torch
+
+    try:
+        import triton
+    except ImportError as error:
+        raise BackendUnavailable(f"Triton cannot be imported: {error}", INSTALL_TRITON) from error
+    name = torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, Triton {triton.__version__}"

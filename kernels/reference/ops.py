@@ -31,6 +31,9 @@ class TorchLogits:
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 
+    def wait(self) -> None:
+        """Do nothing: `run` waits."""
+
     def _checked(self) -> Tensor:
         if not bool(torch.isfinite(self._logits).all()):
             raise NumericError(

@@ -62,7 +62,7 @@ def test_the_text_shows_every_line(call) -> None:
         "2K, leaving",
         "6K, leaving",
         "10K, leaving",
-        "not joined to an engine",
+        "the cuda backend is planned",
         "--view w4",
     ):
         assert figure in out

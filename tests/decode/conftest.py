@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
+import torch
 
 from edge_runtime.cache.policy import parse_policy
 from edge_runtime.decode.draft import DraftChoice
@@ -44,12 +45,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
-@pytest.fixture(scope="session", params=["reference", "cpu"])
+@pytest.fixture(scope="session", params=["reference", "cpu", "cuda"])
 def engines(
     request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
 ) -> Iterator[Callable[..., Engine]]:
     """Fresh engines (cache, policy, draft) over one loaded model each, on every backend."""
     opened: dict[str, Engine] = {}
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU: test_cuda_interpreted.py has a few cases")
 
     def get(
         name: str = "llama", *, gamma: int = 0, source: str = "base", policy: str = "kv8",

@@ -73,3 +73,41 @@ def test_every_instruction_set_can_be_asked_for(monkeypatch: pytest.MonkeyPatch)
     for isa in library.available_isas():
         monkeypatch.setenv(library.ISA_VARIABLE, isa)
         assert isa in kernels.choose_backend("auto")[1]
+
+
+def test_a_gpu_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cuda_status", lambda: (True, "Orin, torch 2, Triton 3"))
+    assert kernels.choose_backend("auto") == ("cuda", "Orin, torch 2, Triton 3")
+    assert kernels.choose_backend("cpu")[0] == "cpu"
+
+
+def test_without_a_gpu_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cuda_status", lambda: (False, "triton is not installed"))
+    name, why = kernels.choose_backend("auto")
+    assert (name, why.split("; ")[-1]) == ("cpu", "not cuda: triton is not installed")
+    with pytest.raises(BackendUnavailable, match="cuda is not available: triton is not installed"):
+        kernels.choose_backend("cuda")
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_what_the_gpu_needs(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    there = kernels.importlib.util.find_spec
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda name: None if name == missing else there(name)
+    )
+    assert kernels.cuda_status() == (False, f"{missing} is not installed")
+
+
+def test_the_interpreter_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ok, why = kernels.cuda_status()
+    assert not ok
+    assert "TRITON_INTERPRET" in why
+    monkeypatch.delenv("TRITON_INTERPRET")
+
+    def no_driver(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(kernels.ctypes, "CDLL", no_driver)
+    assert kernels.cuda_status() == (False, "no NVIDIA driver (libcuda.so.1) is here")

@@ -1,0 +1,95 @@
+"""Bytes on the device, before anything is there: what the backend allocates and the planner counts.
+
+Invariant: integers only, no torch. Every piece begins on a line, so sums are of padded sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edge_runtime.kernels.cuda import tiles
+from edge_runtime.kernels.layout import (
+    CHUNK_ROWS,
+    KV_BLOCK,
+    MAX_GAMMA,
+    kv_stored_per_token_bytes,
+    padded,
+)
+
+if TYPE_CHECKING:
+    from edge_runtime.kernels.ops import Geometry
+
+LINE = 256  # bytes, as cudaMalloc aligns
+MULT_ROWS = 16  # rows of multipliers are padded to it
+SMALL_ROWS = 16  # rows of a pass whose attention keeps weights between its two kernels
+LOGIT_ROWS = MAX_GAMMA + 1  # of which logits have a place of their own
+DIGIT_GROUPS = 32  # groups of digits of sums are padded to it
+SILU_CHUNK = 1024  # numbers of a feed-forward row that have a common peak
+MOST_GRAPHS = 64  # that a cache keeps
+# on a GPU with memory of its own: the context of a process (about 620 MiB were seen on an H200),
+# then kernels and graphs (20 graphs of 30 layers took 26 MiB)
+CONTEXT_BYTES, CODE_BYTES = 640 << 20, 160 << 20
+
+
+def piece(size_bytes: int) -> int:
+    """Round a size up to lines."""
+    return padded(size_bytes, LINE)
+
+
+def row_tile(arch: int) -> int:
+    """Rows that the planes of a linear are padded to; arch: 87 is compute capability 8.7."""
+    return tiles.ROW_TILES.get(arch, tiles.ROW_TILES[87])
+
+
+def by_row(arch: int) -> bool:
+    """Whether multipliers are there by row too, for the dp4a form of the linear."""
+    return any(line.tile.form == "dot4" for line in tiles.TABLES.get(arch, tiles.ORIN))
+
+
+def linear(N: int, Kp: int, group_size: int, arch: int, *, bias: bool) -> dict[str, int]:
+    """Bytes of the tensors of `linear.DeviceLinear`, by name; Kp: inputs with padding."""
+    plane, groups = padded(N, row_tile(arch)) * Kp // 2, Kp // group_size
+    sizes = {
+        "base": plane,
+        "refine": plane,
+        "mult": groups * padded(N, MULT_ROWS) * 2,
+        "scale": 4 * N,
+        "bias": 4 * N * bias,
+        "mult_rows": 2 * N * groups * by_row(arch),
+    }
+    return {name: piece(size) for name, size in sizes.items()}
+
+
+def registers(hidden: int, q_size: int, kv_size: int, intermediate: int, group_size: int) -> int:
+    """Bytes of the registers that the programs of a model share: x, qkv, q, att, gate_up, and
+    quantised rows of each width with their sums, as digits too."""
+    floats = (hidden, q_size + 2 * kv_size, q_size, q_size, 2 * intermediate)
+    total = sum(piece(CHUNK_ROWS * 4 * width) for width in floats)
+    padded_widths = {width: padded(width, group_size) for width in (hidden, q_size, intermediate)}
+    for Kp in padded_widths.values():
+        sums = CHUNK_ROWS * 4 * Kp // group_size
+        total += piece(CHUNK_ROWS * Kp) + piece(4 * CHUNK_ROWS) + piece(sums)
+    for groups in {Kp // group_size for Kp in padded_widths.values()}:
+        total += piece(2 * CHUNK_ROWS * padded(groups, DIGIT_GROUPS)) + piece(4 * CHUNK_ROWS)
+    return total + piece(CHUNK_ROWS * 4 * -(-intermediate // SILU_CHUNK))
+
+
+def logits(rows: int, stride: int) -> int:
+    """Bytes of logits fp32 [rows, stride]; their argmax takes a thousandth of it."""
+    return 4 * rows * stride
+
+
+def attention_block(num_heads: int, head_dim: int, arch: int) -> int:
+    """Bytes of `attention.Workspace` over a block of tokens: limbs of weights and statistics of
+    each query vector, and its values where one kernel makes both."""
+    values = 4 * head_dim if arch >= 90 else 0
+    return SMALL_ROWS * num_heads * (2 * KV_BLOCK + 4 * 4 + values)
+
+
+def cache(geometry: Geometry, capacity: int, arch: int) -> int:
+    """Bytes of a cache: planes, scales, and attention's workspace."""
+    per_token = kv_stored_per_token_bytes(
+        geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+    )
+    per_block = attention_block(geometry.num_heads, geometry.head_dim, arch)
+    return -(-capacity // KV_BLOCK) * (KV_BLOCK * per_token + per_block)

@@ -1,0 +1,64 @@
+"""An engine on the CUDA kernels without a GPU, in Triton's interpreter: a few short answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edge_runtime import kernels
+from edge_runtime.decode.engine import Engine
+from edge_runtime.decode.sampling import Sampling
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+PROMPT = np.random.default_rng(4).integers(0, 277, 9).tolist()
+
+
+@pytest.fixture
+def opened(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """Opens engines on the 1-layer model; cuda is on offer."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU is here: test_identity.py and the others run on it")
+    monkeypatch.setattr(kernels, "cuda_status", lambda: (True, "in the interpreter"))
+    engines: list[Engine] = []
+
+    def get(backend: str, **options: str) -> Engine:
+        engines.append(Engine.open(checkpoints("llama-r3"), backend=backend, ctx=64, **options))
+        return engines[-1]
+
+    yield get
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # the interpreter's numpy, where IEEE is meant
+@pytest.mark.parametrize(
+    ("sampling", "policy", "draft"),
+    [(Sampling(), "kv4", "2"), (Sampling(temperature=0.8, top_k=40, seed=11), "kv8", "3")],
+)
+def test_the_answer_of_the_reference(
+    opened: Callable[..., Engine], sampling: Sampling, policy: str, draft: str
+) -> None:
+    want = opened("reference", draft="off").generate(
+        PROMPT, max_new_tokens=7, sampling=sampling, ignore_eos=True
+    )
+    engine = opened("cuda", draft=draft, draft_source="base", kv_policy=policy)
+    got = engine.generate(PROMPT, max_new_tokens=7, sampling=sampling, ignore_eos=True).complete()
+    assert got.token_ids == want.complete().token_ids
+    assert (got.backend, got.backend_why) == ("cuda", "in the interpreter")
+    assert got.draft["drafted"] > 0
+
+
+def test_auto_takes_it(opened: Callable[..., Engine]) -> None:
+    assert opened("auto").backend_name == "cuda"

@@ -124,7 +124,7 @@ def _attend_split(
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
     assert workspace.values.shape[0] >= M * heads, "the workspace is not made for fused tiles"
-    words, pdl = tiles.form == "words", _overlaps(q.device)
+    words = tiles.form == "words"
     splits = -(-tokens // (tiles.split * KV_BLOCK))
     kernels.attend_split[-(-M * group // tiles.queries) * splits, kv_heads](
         q,
@@ -148,7 +148,6 @@ def _attend_split(
         FORM=(WORDS if words else COLS).value,
         STAGES=tiles.stages,
         ASM=asm,
-        PDL=pdl,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
         enable_fp_fusion=False,
@@ -164,10 +163,8 @@ def _attend_split(
         CHUNK=512,
         WIDTH=COMBINE_WIDTH,
         STAGES=COMBINE_STAGES,
-        PDL=pdl,
         num_warps=1,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
     )
 
 
@@ -211,7 +208,6 @@ def _weigh_blocks(
         FORM=(kernels.WORDS if words else kernels.COLS).value,
         STAGES=tiles.stages,
         ASM=asm,
-        PDL=_overlaps(q.device),
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
         enable_fp_fusion=False,
@@ -232,7 +228,6 @@ def _add_values(
     M, heads, D = out.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
-    pdl = _overlaps(out.device)
     kernels.add_values[value_slices(tiles, D), kv_heads, -(-M * group // tiles.columns)](
         positions,
         full_from,
@@ -252,11 +247,9 @@ def _add_values(
         CHUNK=64 * tiles.width,
         STAGES=tiles.value_stages,
         ASM=asm,
-        PDL=pdl,
         num_warps=tiles.width,
         maxnreg=tiles.value_registers,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
     )
 
 
@@ -306,12 +299,6 @@ def softmax_scale(head_dim: int) -> float:
 
 def _planes(cache: LayerCache) -> tuple[Tensor, ...]:
     return cache.key_base, cache.key_refine, cache.value_base, cache.value_refine
-
-
-def _overlaps(device: torch.device) -> bool:
-    """Whether the second kernel is launched while the first still runs (programmatic dependent
-    launch)."""
-    return _arch(device) >= 90
 
 
 @functools.cache

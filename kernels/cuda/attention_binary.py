@@ -62,12 +62,10 @@ def compile_attention(tiles: Tiles, head_dim: int, group: int, *, arch: int = OR
         "BQ": tiles.queries,
         "STAGES": tiles.stages,
         "ASM": True,
-        "PDL": False,
     }
     kernel, types = attention_kernels.weigh_blocks, _TYPES
     if tiles.form == "rows":
         kernel = prefill_attention_kernels.attend_rows
-        del constants["PDL"]
     else:
         form = attention_kernels.COLS
         if tiles.form == "words":
@@ -86,8 +84,7 @@ def compile_values(tiles: Tiles, head_dim: int, group: int, *, arch: int = ORIN)
     if tiles.fused:
         constants = {
             "D": head_dim, "CHUNK": 512, "WIDTH": COMBINE_WIDTH, "STAGES": COMBINE_STAGES,
-            "PDL": False,
-        }  # fmt: skip
+            }  # fmt: skip
         return _compile(combine_kernels.combine, _TYPES, constants, 1, arch)
     constants = {
         "GROUP": group,
@@ -98,7 +95,6 @@ def compile_values(tiles: Tiles, head_dim: int, group: int, *, arch: int = ORIN)
         "CHUNK": 64 * tiles.width,
         "STAGES": tiles.value_stages,
         "ASM": True,
-        "PDL": False,
     }
     kernel, registers = attention_values_kernels.add_values, tiles.value_registers
     return _compile(kernel, _TYPES, constants, tiles.width, arch, registers)

@@ -270,11 +270,8 @@ def weigh_blocks(
     FORM: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
-    PDL: tl.constexpr,  # `add_values` may be launched before this kernel has ended
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(1)
     tiles = tl.cdiv(num_queries, BQ)

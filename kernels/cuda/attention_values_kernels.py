@@ -112,7 +112,6 @@ def add_values(
     CHUNK: tl.constexpr,  # blocks of a step of the maximum
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
-    PDL: tl.constexpr,  # launched before `weigh_blocks` has ended
 ):
     """Some dims of a tile of query vectors: (Σ ob·c) / (Σ lb·c), c = exp(mb - max mb)."""
     HALF: tl.constexpr = D // 2
@@ -129,8 +128,6 @@ def add_values(
     at = kv_head.to(tl.int64) * T * HALF
     value_base_ptr += at
     value_refine_ptr += at
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
     stop = tl.max(position, 0) // BLOCK + 1
     chunk = tl.full((BQ, CHUNK), floats.NEG_INF, tl.float32)

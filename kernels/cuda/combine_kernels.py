@@ -28,16 +28,6 @@ def _add_ascending(y, terms, WIDTH: tl.constexpr):
     return y
 
 
-@triton.jit
-def _weights(stat_ptr, top, first, blocks, max_blocks, WIDTH: tl.constexpr):
-    """Blocks first…first + WIDTH - 1 -> (c, lb·c), fp32 [WIDTH]; 0 past the last block."""
-    block = first + tl.arange(0, WIDTH)
-    there = block < blocks
-    block = tl.minimum(block, blocks - 1)
-    c = tl.where(there, exp_nonpositive(tl.load(stat_ptr + block) - top), 0.0)
-    return c, tl.load(stat_ptr + max_blocks + block) * c
-
-
 @triton.jit(do_not_specialize=["heads"])
 def combine(
     partial_ptr,  # fp32 [M·heads, max_blocks, D]: values of every block
@@ -50,18 +40,12 @@ def combine(
     CHUNK: tl.constexpr,  # blocks of a step of the maximum
     WIDTH: tl.constexpr,  # blocks of a step of the sum
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,  # launched before `attend_split` has ended
 ):
-    """32 dims of one query vector: (Σ ob·c) / (Σ lb·c), c = exp(mb - max mb); one warp.
-
-    A step's weights are made beside the sums of the step before.
-    """
+    """32 dims of one query vector: (Σ ob·c) / (Σ lb·c), c = exp(mb - max mb); one warp."""
     vector = tl.program_id(0)
     blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
     stat_ptr += vector * (4 * max_blocks)
     partial_ptr += vector.to(tl.int64) * max_blocks * D
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     chunk = tl.full((CHUNK,), floats.NEG_INF, tl.float32)
     for first in range(0, blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
@@ -72,17 +56,18 @@ def combine(
     d = tl.program_id(1) * 32 + tl.arange(0, 32)
     y = tl.zeros((32,), tl.float32)
     total = tl.zeros((32,), tl.float32)
-    c, sums = _weights(stat_ptr, top, 0, blocks, max_blocks, WIDTH)
     for first in tl.range(0, blocks, WIDTH, num_stages=STAGES):
-        # past the last block it comes again, its weight 0
-        block = tl.minimum(first + tl.arange(0, WIDTH), blocks - 1)
+        block = first + tl.arange(0, WIDTH)
+        there = block < blocks
+        block = tl.minimum(block, blocks - 1)  # past it the last one again, its weight 0
         at = block[:, None] * D + d[None, :]
         if D % 32 == 0:
             values = tl.load(partial_ptr + at)
         else:
             values = tl.load(partial_ptr + at, mask=(d < D)[None, :], other=0.0)
+        c = tl.where(there, exp_nonpositive(tl.load(stat_ptr + block) - top), 0.0)
         y = _add_ascending(y, values * c[:, None], WIDTH)
-        total = _add_ascending(total, sums[:, None] + tl.zeros_like(values), WIDTH)
-        c, sums = _weights(stat_ptr, top, first + WIDTH, blocks, max_blocks, WIDTH)
+        sums = (tl.load(stat_ptr + max_blocks + block) * c)[:, None] + tl.zeros_like(values)
+        total = _add_ascending(total, sums, WIDTH)
     y_ptr += vector.to(tl.int64) * D
     tl.store(y_ptr + d, tl.div_rn(y, total), mask=d < D)

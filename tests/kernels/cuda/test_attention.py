@@ -186,6 +186,14 @@ def test_nan_query(device: str) -> None:
         assert np.isfinite(got[0, :24]).all()
 
 
+def test_workspace_of_an_orin() -> None:
+    """Sixteen rows over 32K tokens: 144 bytes a block of a query vector, and no more."""
+    from edge_runtime.kernels.cuda.attention import Workspace
+
+    space = Workspace(16, 32, 128, 32768, "meta", fused_rows=0)
+    assert space.num_bytes == 16 * 32 * 512 * 144
+
+
 @pytest.mark.parametrize("heads", [32, 28])
 @pytest.mark.parametrize("D", [64, 128])
 def test_large_on_a_gpu(heads: int, D: int) -> None:

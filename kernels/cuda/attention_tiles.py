@@ -100,14 +100,10 @@ def _orin_tiles(
     programs = kv_heads * -(-head_dim // (2 * value_rows))
     width = next(w for w in (1, 2, 4) if w == 4 or programs * w >= FEWEST_WARPS)
     columns = max(fewest_columns, min(16, _power_of_two(vectors)))
+    # Triton 3.4 stops at 128 by itself, and spills
+    registers = 168 if value_rows == 16 and columns > 8 else None
     return replace(
-        first,
-        columns=columns,
-        width=width,
-        value_rows=value_rows,
-        value_registers=168
-        if value_rows == 16 and columns > 8
-        else None,  # Triton 3.4 spills at 128
+        first, columns=columns, width=width, value_rows=value_rows, value_registers=registers
     )
 
 

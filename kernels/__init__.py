@@ -23,38 +23,43 @@ TORCH_HINT = f"install it with: {INSTALL_TORCH} (on a Jetson use NVIDIA's build 
 
 def backend_status() -> list[tuple[str, bool, str]]:
     """Return (name, available, reason) for every backend."""
-    has_torch = importlib.util.find_spec("torch") is not None
     return [
-        (
-            "reference",
-            has_torch,
-            "plain torch on the CPU, the definition of every op"
-            if has_torch
-            else "torch is not installed",
-        ),
+        ("reference", *_reference_status()),
         ("cpu", *_cpu_status()),
         ("cuda", *cuda_status()),
     ]
 
 
+def _reference_status() -> tuple[bool, str]:
+    if importlib.util.find_spec("torch") is None:
+        return False, "torch is not installed"
+    return True, "plain torch on the CPU, the definition of every op"
+
+
 def cuda_status() -> tuple[bool, str]:
-    """Return whether the cuda backend is there, and the reason. torch is imported only where a
-    driver is."""
-    for name in ("torch", "triton"):
-        if importlib.util.find_spec(name) is None:
-            return False, f"{name} is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return False, "TRITON_INTERPRET=1 keeps kernels off the GPU"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False, "no NVIDIA driver (libcuda.so.1) is here"
+    """Return whether the cuda backend is there, and the reason. Imports torch where it may be."""
+    if reason := cuda_missing():
+        return False, reason
     from edge_runtime.kernels import cuda
 
     try:
         return True, cuda.found()
     except BackendUnavailable as error:
         return False, error.message
+
+
+def cuda_missing() -> str:
+    """Return what the cuda backend lacks as far as can be seen without torch; empty if nothing."""
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 keeps kernels off the GPU"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1) is here"
+    return ""
 
 
 def _cpu_status() -> tuple[bool, str]:
@@ -85,20 +90,22 @@ def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple
         raise UsageError(
             f"backend: expected auto or one of {', '.join(BACKENDS)}, got {cut(name)!r}"
         )
-    status = {n: (ok, reason) for n, ok, reason in backend_status()}
-    ok, reason = status["cuda"]
-    lost = f"cuda: {reason}"
-    if name == "auto" and ok:
-        return "cuda", reason
-    if name in ("auto", "cpu"):
+    if name == "cpu":  # looking for a GPU would import torch
+        return "cpu", f"native kernels, instruction set {_cpu_isa(head_dim, heads_per_kv)}"
+    lost = ""
+    if name != "reference":
+        ok, reason = cuda_status()
+        if ok:
+            return "cuda", reason
+        lost = f"cuda: {reason}"
+    if name == "auto":
         try:
-            why = f"native kernels, instruction set {_cpu_isa(head_dim, heads_per_kv)}"
-            return "cpu", why if name == "cpu" else f"{why}; not {lost}"
+            isa = _cpu_isa(head_dim, heads_per_kv)
+            return "cpu", f"native kernels, instruction set {isa}; not {lost}"
         except BackendUnavailable as error:
-            if name == "cpu":
-                raise
             lost = f"cpu: {error.message} ({error.hint}); {lost}"
-    ok, reason = status["cuda" if name == "cuda" else "reference"]
+    if name != "cuda":
+        ok, reason = _reference_status()
     if ok and name == "auto":
         return "reference", f"{reason}, slow; not {lost}"
     if ok:

@@ -165,10 +165,9 @@ def _backend_notes(profile: DeviceProfile) -> list[str]:
     if profile.backend == "none":
         return [f"this program does not compute on it: {profile.why_no_backend}"]
     if profile.backend == "cuda":
-        from edge_runtime.kernels import cuda_status
+        from edge_runtime.kernels import cuda_missing
 
-        ok, why = cuda_status()
-        if not ok:
+        if why := cuda_missing():
             return [f"the cuda backend is planned, which is not there on this machine: {why}"]
     return []
 

@@ -160,7 +160,7 @@ def footprint(
         logits = (MAX_GAMMA + 1) * padded(spec.vocab_size, ROW_TILE) * 4
         workspace = CHUNK_ROWS * activation_bytes(spec, G) + logits
     if backend == "cuda":
-        workspace = _cuda_workspace_bytes(spec, G)
+        workspace = _cuda_workspace_bytes(spec, G, arch)
     runtime = runtime_bytes
     if runtime is None:
         runtime = usual_runtime_bytes(spec, backend) if not discrete else DISCRETE_RUNTIME_BYTES
@@ -224,10 +224,13 @@ def _attention_block_bytes(spec: ModelSpec, threads: int | None) -> int:
     return 4 * vectors * (spec.head_dim + 2)
 
 
-def _cuda_workspace_bytes(spec: ModelSpec, G: int) -> int:
-    """Bytes of a pass's registers and of the logits' room."""
+def _cuda_workspace_bytes(spec: ModelSpec, G: int, arch: int) -> int:
+    """Bytes of a pass's registers, of the logits' room, and of the blocks, at most, that attention
+    has beyond those of the context."""
     widths = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
-    return sizes.registers(*widths, G) + sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size)
+    logits = sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size)
+    block = sizes.attention_block(spec.num_heads, spec.head_dim, arch)
+    return sizes.registers(*widths, G) + logits + (sizes.ATTENTION_BLOCKS - 1) * block
 
 
 def _cuda_weights(spec: ModelSpec, G: int, arch: int, *, refine: bool) -> dict[str, int]:

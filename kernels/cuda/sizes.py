@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LINE = 256  # bytes, as cudaMalloc aligns
 MULT_ROWS = 16  # rows of multipliers are padded to it
 SMALL_ROWS = 16  # rows of a pass whose attention keeps weights between its two kernels
+ATTENTION_BLOCKS = 16  # blocks of tokens are padded to it in attention's workspace
 LOGIT_ROWS = MAX_GAMMA + 1  # of which logits have a place of their own
 DIGIT_GROUPS = 32  # groups of digits of sums are padded to it
 SILU_CHUNK = 1024  # numbers of a feed-forward row that have a common peak
@@ -91,5 +92,6 @@ def cache(geometry: Geometry, capacity: int, arch: int) -> int:
     per_token = kv_stored_per_token_bytes(
         geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
     )
-    per_block = attention_block(geometry.num_heads, geometry.head_dim, arch)
-    return -(-capacity // KV_BLOCK) * (KV_BLOCK * per_token + per_block)
+    blocks = -(-capacity // KV_BLOCK)
+    of_attention = attention_block(geometry.num_heads, geometry.head_dim, arch)
+    return blocks * KV_BLOCK * per_token + padded(blocks, ATTENTION_BLOCKS) * of_attention

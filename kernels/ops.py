@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -229,6 +229,45 @@ class Cache(Protocol):
 
     def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
         """Overwrite the first tokens with planes of the same shapes."""
+        ...
+
+
+class Cycle(NamedTuple):
+    """What a cycle made: the target's tokens, how many were drafted, and how long it took."""
+
+    tokens: list[int]
+    drafted: int
+    seconds: float
+
+
+class Cycles(Protocol):
+    """Draft, verify and accept where the backend keeps its tokens; a cycle may be launched while
+    one is not read yet."""
+
+    def begin(
+        self, tokens: Sequence[int], parameters: Parameters, forced: Sequence[int] = ()
+    ) -> None:
+        """Start a text. tokens: ids by position (-1 for an embedding row), the last of which is
+        not in the cache; parameters: without penalties; forced: for timing alone, how many drafted
+        tokens to accept, in turns. Cycles that were not read are dropped."""
+        ...
+
+    def launch(self, base: int, look_up: int, most_tokens: int) -> None:
+        """Begin a cycle of `base` draft steps and up to `look_up` tokens by look-up, of a text that
+        has at most `most_tokens` by then."""
+        ...
+
+    def read(self) -> Cycle:
+        """Wait for the oldest cycle. NaN raises NumericError."""
+        ...
+
+
+@runtime_checkable
+class RunsCycles(Protocol):
+    """A backend that runs cycles by itself."""
+
+    def cycles(self, target: Program, draft: Program, cache: Any, recent: int | None) -> Cycles:
+        """Return cycles over a cache; recent: of `layout.full_from`, what a draft reads of it."""
         ...
 
 

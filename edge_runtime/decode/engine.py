@@ -29,7 +29,7 @@ from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import ContextError, UsageError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import TextSpec
-from edge_runtime.kernels.ops import View
+from edge_runtime.kernels.ops import Cycles, RunsCycles, View
 from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
 from edge_runtime.model.transformer import geometry
@@ -72,8 +72,9 @@ class Engine:
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
         self.backend_name, self.backend_why = model.backend.name, backend_why
         self.chunk, self.group_size = chunk, group_size
+        self.draft_share = DRAFT_SHARE.get(self.backend_name, USUAL_SHARE)
         self.governor = Governor(
-            StepTimes(DRAFT_SHARE.get(self.backend_name, USUAL_SHARE)),
+            StepTimes(self.draft_share),
             use_base=draft.source != "ngram",
             use_ngram=draft.source != "base",
         )
@@ -83,6 +84,7 @@ class Engine:
         self.template = ChatTemplate(
             text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
         )
+        self._cycles: Cycles | None = None
         self.phases: list[Phase] | None = None  # a list: noted there as they end
         self._keys: list[Key] = []
         self._closed = False
@@ -298,6 +300,14 @@ class Engine:
     def filled(self, keys: Sequence[Key]) -> None:
         """Note that the next positions of the cache hold these."""
         self._keys.extend(keys)
+
+    def device_cycles(self) -> Cycles | None:
+        """Return what drafts and verifies by itself, or None where the backend does not."""
+        backend = self.model.backend
+        if self._cycles is None and isinstance(backend, RunsCycles):
+            target, draft = (self.model.program(view) for view in (self.target_view, "w4"))
+            self._cycles = backend.cycles(target, draft, self.cache, self.policy.recent)
+        return self._cycles
 
     def note(self, phase: PhaseName, started: float) -> None:
         """Note that a phase that began at `started` is over, for who measures energy."""

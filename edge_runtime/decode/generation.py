@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.decode.cycles import DeviceCycles
 from edge_runtime.decode.draft import (
     BaseDraft,
     BothDraft,
@@ -69,6 +70,7 @@ class Generation:
         self._answer: list[int] = []
         self._stats = DraftStats()
         self._stream = engine.new_stream(stop, continues=continues)
+        self._given_source = draft_source is not None
         self._source = draft_source or self._own_source(engine.draft)
         self._gamma = (
             engine.draft.gamma if draft_source is None else engine.draft.gamma or MAX_GAMMA
@@ -83,6 +85,7 @@ class Generation:
             draft_why=engine.draft.why,
             seed=sampling.seed,
         )
+        self._device: DeviceCycles | None = None
         self._tokens = self._run()
 
     def __iter__(self) -> Iterator[Token]:
@@ -161,6 +164,7 @@ class Generation:
                 return
             first = self._pick(logits, len(self._prompt), [])
             self.result.ttft_s = time.perf_counter() - self._started
+            self._device = self._device_cycles(first)
             pending = [first]
             while True:
                 for token in pending:
@@ -212,6 +216,8 @@ class Generation:
 
     def _cycle(self) -> list[int]:
         """Draft, verify, accept, commit; return the tokens that follow the last one."""
+        if self._device is not None:
+            return self._device_cycle(self._device)
         engine, prompt = self._engine, self._prompt
         start = len(prompt) + len(self._answer) - 1  # position of the last token
         left = self._max_new - len(self._answer)
@@ -237,6 +243,33 @@ class Generation:
         engine.filled(rows[: len(chosen)])
         self._stats.cycles += 1
         self._stats.drafted += len(draft)
+        self._stats.accepted += len(chosen) - 1
+        return chosen
+
+    def _device_cycles(self, first: int) -> DeviceCycles | None:
+        """Return cycles that the backend runs by itself; None where they cannot make this answer:
+        its own draft source, allowed ids or penalties."""
+        sampling, engine = self._sampling, self._engine
+        plain = sampling.repetition_penalty == 1 and sampling.presence_penalty == 0
+        if self._given_source or self._allowed is not None or not plain:
+            return None
+        if (cycles := engine.device_cycles()) is None:
+            return None
+        cycles.begin([*self._prompt.ids, first], sampling)
+        return DeviceCycles(
+            cycles, engine.draft, engine.governor, known=len(self._prompt) + 1,
+            context=engine.context, draft_share=engine.draft_share,
+        )  # fmt: skip
+
+    def _device_cycle(self, device: DeviceCycles) -> list[int]:
+        engine, started = self._engine, time.perf_counter()
+        chosen, drafted = device.next(self._max_new - len(self._answer))
+        engine.note("verify", started)
+        engine.filled([self._answer[-1], *chosen[:-1]])
+        if engine.draft.governed:
+            self.result.draft_why = engine.governor.why or engine.draft.why
+        self._stats.cycles += 1
+        self._stats.drafted += drafted
         self._stats.accepted += len(chosen) - 1
         return chosen
 

@@ -9,12 +9,9 @@ back the host waits for nothing, and a pass allocates nothing but in the first o
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,75 +21,15 @@ from torch import Tensor
 
 from edge_runtime.errors import UsageError
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda import activations, head, sizes, weights
-from edge_runtime.kernels.cuda.activations import Activation, SiluRoom
-from edge_runtime.kernels.cuda.attention import Workspace, attention
-from edge_runtime.kernels.cuda.cache import NestedCache
-from edge_runtime.kernels.cuda.embedding import embed
-from edge_runtime.kernels.cuda.kv import rope_kv
-from edge_runtime.kernels.cuda.linear import Digits, digits_of, linear, takes_digits
+from edge_runtime.kernels.cuda import sizes, weights
+from edge_runtime.kernels.cuda.cycle import CudaCycles
 from edge_runtime.kernels.cuda.logits import CudaLogits, Room, Sampler
 from edge_runtime.kernels.cuda.memory import asking_for, pool, usual_device
-from edge_runtime.kernels.cuda.registers import Registers
-from edge_runtime.kernels.layout import CHUNK_ROWS, padded
+from edge_runtime.kernels.cuda.passes import CudaCache, Pass, Passes
+from edge_runtime.kernels.layout import CHUNK_ROWS
 
-LEAST_BUCKET = 512  # tokens; buckets double from here
 CACHE_HINT = "lower --ctx or --budget"
 PASS_HINT = "free memory of the GPU, or open the model with a lower --ctx"
-
-Key = tuple[int, int, int, int]  # program, rows, rows of logits, bucket
-
-
-class CudaCache(NestedCache):
-    """A nested cache with what passes over it need: attention's workspace, and their graphs."""
-
-    def __init__(self, geometry: ops.Geometry, capacity: int, device: torch.device) -> None:
-        super().__init__(geometry, capacity, device)
-        self.workspace = Workspace(
-            sizes.SMALL_ROWS, geometry.num_heads, geometry.head_dim, capacity, device
-        )
-        self.graphs: OrderedDict[Key, torch.cuda.CUDAGraph | None] = OrderedDict()  # None: seen
-        self.registers: Registers | None = None  # that the graphs write to
-
-    def bucket(self, length: int) -> int:
-        """Tokens that the launches of a pass are laid out for, which reads `length` at most."""
-        size = LEAST_BUCKET
-        while size < length:
-            size *= 2
-        return min(size, padded(self.capacity, 64))
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: an old graph among it, freed by a thread that captures,
-    would spoil the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@dataclass(slots=True)
-class Pass:
-    """Up to CHUNK_ROWS rows on their way through a program.
-
-    positions, full_from: int32 [rows]; ids: likewise, or None with `rows` fp32 [rows, H] on the
-    host; tokens: the bucket; logits: where those of the last num_logits rows go.
-    """
-
-    num_rows: int
-    num_logits: int
-    positions: Tensor
-    full_from: Tensor
-    ids: Tensor | None
-    rows: Tensor | None
-    cache: CudaCache
-    tokens: int
-    logits: tuple[Tensor, head.Choice] | None
-    registers: dict[str, Any] = field(default_factory=dict)  # Tensor or Activation by name
 
 
 class CudaBackend:
@@ -106,11 +43,11 @@ class CudaBackend:
         """device: the usual one by default. Raises BudgetError."""
         self.geometry, self.device = geometry, device or usual_device()
         self._gpu = self.device.type == "cuda"
-        self._group_size = next(iter(model.linears.values())).group_size
+        group_size = next(iter(model.linears.values())).group_size
         found = pool(self.device)
         self._arch, self.discrete = found.arch, found.discrete
-        self._weights: weights.DeviceWeights | None = weights.load(model, self.device, self._arch)
-        self._registers = Registers(self._group_size, self.device)
+        loaded = weights.load(model, self.device, self._arch)
+        self._passes: Passes | None = Passes(geometry, loaded, group_size, self.device)
         self._programs: dict[int, ops.Program] = {}
         self._room: Room | None = None
         self._last: Callable[[], CudaLogits | None] = lambda: None
@@ -120,28 +57,18 @@ class CudaBackend:
         self._sampler = Sampler(self.device, self._fetch)
         if self._gpu:  # a wait sleeps: a busy core of an Orin costs joules
             self._copied, self._done = (torch.cuda.Event(blocking=True) for _ in range(2))
-        self._launch: dict[type, Callable[[Any, Pass], None]] = {
-            ops.Embed: self._embed,
-            ops.NormQuantise: self._norm_quantise,
-            ops.Quantise: self._quantise,
-            ops.Linear: self._linear,
-            ops.RopeKv: self._rope_kv,
-            ops.Attention: self._attention,
-            ops.SiluMulQuantise: self._silu_mul_quantise,
-            ops.SelectRows: self._select_rows,
-        }
 
     @property
-    def weights(self) -> weights.DeviceWeights:
-        """Weights on the device. Raises UsageError after `close`."""
-        if self._weights is None:
+    def passes(self) -> Passes:
+        """What launches programs. Raises UsageError after `close`."""
+        if self._passes is None:
             raise UsageError("the engine is closed", "open it again with Engine.open")
-        return self._weights
+        return self._passes
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of planes, scales, embedding, norms and rope tables on the device."""
-        return 0 if self._weights is None else self._weights.num_bytes
+        return 0 if self._passes is None else self._passes.weights.num_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -149,14 +76,14 @@ class CudaBackend:
         room = self._room
         parts = () if room is None else (room.values, room.found, room.partial, room.flags)
         rest: int = sum(part.nbytes for part in (*parts, self._inputs))
-        return self._registers.num_bytes + rest
+        return rest + (0 if self._passes is None else self._passes.registers.num_bytes)
 
     def prepare(self, program: ops.Program) -> None:
         """Make the registers of a program, and the room of its logits. Raises BudgetError."""
         if id(program) in self._programs:
             return
-        widths = {name: w.num_outputs for name, w in self.weights.linears.items()}
-        self._registers.add(program, self.geometry, widths)
+        widths = {name: w.num_outputs for name, w in self.passes.weights.linears.items()}
+        self.passes.registers.add(program, self.geometry, widths)
         if self._room is None and program[-1].out == "logits":
             stride = widths[cast(ops.Linear, program[-1]).weight]
             size = sizes.logits(sizes.LOGIT_ROWS, stride)
@@ -188,10 +115,24 @@ class CudaBackend:
                 self._replay(program, one, own_room=room is not None and room is not self._room)
         return logits
 
+    def cycles(
+        self, target: ops.Program, draft: ops.Program, cache: CudaCache, recent: int | None
+    ) -> CudaCycles:
+        """Return what drafts and verifies on the device (`ops.RunsCycles`)."""
+        return CudaCycles(self, target, draft, cache, recent)
+
+    def free_room(self) -> Room:
+        """Return the room of a pass's logits; those that someone holds move out of it."""
+        assert self._room is not None
+        if (last := self._last()) is not None:
+            last.keep(self._room)
+        self._last = lambda: None
+        return self._room
+
     def relieve(self, cache: CudaCache, length: int) -> None:
         """Give registers, graphs and the sampler's room back to the device. The cache keeps what it
         has: a tensor cannot give a part back."""
-        self._registers = Registers(self._group_size, self.device)
+        self.passes.relieve()
         self._programs.clear()
         cache.graphs.clear()
         self._sampler.release()
@@ -200,8 +141,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Free everything but the caches, which are free when they are dropped."""
-        self._weights = None
-        self._registers = Registers(self._group_size, self.device)
+        self._passes = None
         self._programs.clear()
         self._room = None
         self._sampler.release()
@@ -229,8 +169,8 @@ class CudaBackend:
         room = self._room
         if rows > sizes.LOGIT_ROWS:
             room = self._new_room(rows, room.values.shape[1])
-        elif (last := self._last()) is not None:
-            last.keep(room)
+        else:
+            self.free_room()
         made = CudaLogits(room, rows, self.geometry.num_tokens, self._sampler)
         if room is self._room:
             self._last = weakref.ref(made)
@@ -270,48 +210,13 @@ class CudaBackend:
     def _replay(self, program: ops.Program, one: Pass, *, own_room: bool) -> None:
         """Run a pass by its graph, which is captured when its kind is met again; or its launches
         one by one."""
-        cache = one.cache
         small = one.num_rows <= sizes.SMALL_ROWS and one.ids is not None and not own_room
+        launch = partial(self.passes.launch, program, one)
         if not (self._gpu and small):
-            self._launch_all(program, one)
+            launch()
             return
-        if cache.registers is not self._registers:  # the graphs' are gone
-            cache.graphs.clear()
-            cache.registers = self._registers
-        key = (id(program), one.num_rows, one.num_logits, one.tokens)
-        if key not in cache.graphs:  # the first of its kind compiles and loads its kernels
-            cache.graphs[key] = None
-            self._launch_all(program, one)
-            return
-        graph = cache.graphs[key] or self._captured(program, one)
-        cache.graphs[key] = graph
-        cache.graphs.move_to_end(key)
-        if len(cache.graphs) > sizes.MOST_GRAPHS:
-            cache.graphs.popitem(last=False)
-        graph.replay()
-
-    def _captured(self, program: ops.Program, one: Pass) -> torch.cuda.CUDAGraph:
-        """Capture the launches of a pass; nothing runs."""
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin(capture_error_mode="relaxed")
-            try:
-                self._launch_all(program, one)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the stream has to leave its capture
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
-
-    def _launch_all(self, program: ops.Program, one: Pass) -> None:
-        for op in program:
-            if isinstance(op, ops.SelectRows) and not one.num_logits:
-                return  # a part of a batch without rows whose logits are asked for
-            self._launch[type(op)](op, one)
-        if one.logits is not None:
-            values, choice = one.logits
-            head.argmax(values, self.geometry.num_tokens, out=choice)
+        kind = (id(program), one.num_rows, one.num_logits, one.tokens)
+        one.cache.graphs.run(kind, launch, self.passes.registers)
 
     def _fetch(self, found: Tensor) -> NDArray[Any]:
         """Copy a small int32 tensor to the host, sleeping until the device has made it."""
@@ -324,86 +229,3 @@ class CudaBackend:
         self._done.record()
         self._done.synchronize()
         return np.array(answers.numpy())
-
-    # ops, in the order of kernels/ops.py
-
-    def _embed(self, op: ops.Embed, one: Pass) -> None:
-        out = self._registers.floats(op.out, self.geometry.hidden_size, one.num_rows)
-        if one.ids is None:
-            assert one.rows is not None
-            out.copy_(one.rows)
-        else:
-            embed(one.ids, self.weights.embedding, self.weights.embedding_scale, out=out)
-        one.registers[op.out] = out
-
-    def _norm_quantise(self, op: ops.NormQuantise, one: Pass) -> None:
-        x: Tensor = one.registers[op.x]
-        out = self._registers.quantised(op.out, x.shape[1], x.shape[0])
-        one.registers[op.out] = activations.norm_quantise(x, op.eps, self._group_size, out)
-
-    def _quantise(self, op: ops.Quantise, one: Pass) -> None:
-        x: Tensor = one.registers[op.x]
-        out = self._registers.quantised(op.out, x.shape[1], x.shape[0])
-        one.registers[op.out] = activations.quantise(x, self._group_size, out)
-
-    def _linear(self, op: ops.Linear, one: Pass) -> None:
-        a: Activation = one.registers[op.a]
-        weight, M = self.weights.linears[op.weight], a.codes.shape[0]
-        if op.out == "logits":
-            assert one.logits is not None
-            out = one.logits[0]
-        else:
-            out = self._registers.floats(op.out, weight.num_outputs, M)
-        sums: Tensor | Digits = a.sums
-        if takes_digits(M, self._group_size):
-            sums = digits_of(a.sums, self._registers.digits(a.sums))
-        residual = None if op.residual is None else one.registers[op.residual]
-        one.registers[op.out] = linear(
-            a.codes, a.scale, sums, weight, op.view, out=out, residual=residual
-        )
-
-    def _rope_kv(self, op: ops.RopeKv, one: Pass) -> None:
-        g, w = self.geometry, self.weights
-        out = self._registers.floats(op.out, g.num_heads * g.head_dim, one.num_rows)
-        norms = None
-        if op.qk_norm:
-            prefix = f"layers.{op.layer}."
-            norms = (w.head_norms[prefix + "q_norm"], w.head_norms[prefix + "k_norm"])
-        rope_kv(
-            one.registers[op.qkv],
-            one.positions,
-            w.cos,
-            w.sin,
-            one.cache.layer(op.layer),
-            out.view(one.num_rows, g.num_heads, g.head_dim),
-            head_norms=norms,
-            eps=op.eps,
-            rotate_kv=g.rotate_kv,
-        )
-        one.registers[op.out] = out
-
-    def _attention(self, op: ops.Attention, one: Pass) -> None:
-        g = self.geometry
-        shape = (one.num_rows, g.num_heads, g.head_dim)
-        out = self._registers.floats(op.out, g.num_heads * g.head_dim, one.num_rows)
-        attention(
-            one.registers[op.q].view(shape),
-            one.positions,
-            one.full_from,
-            one.cache.layer(op.layer),
-            out.view(shape),
-            one.cache.workspace,
-            max_tokens=one.tokens,
-            asm=self._gpu,
-        )
-        one.registers[op.out] = out
-
-    def _silu_mul_quantise(self, op: ops.SiluMulQuantise, one: Pass) -> None:
-        x: Tensor = one.registers[op.gate_up]
-        out = self._registers.quantised(op.out, x.shape[1] // 2, x.shape[0])
-        room = SiluRoom(x, self._registers.peaks(x))  # the product lies over the gate
-        one.registers[op.out] = activations.silu_mul_quantise(x, self._group_size, out, room)
-
-    def _select_rows(self, op: ops.SelectRows, one: Pass) -> None:
-        x: Tensor = one.registers[op.x]
-        one.registers[op.out] = x[x.shape[0] - one.num_logits :]

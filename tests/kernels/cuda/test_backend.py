@@ -112,7 +112,7 @@ def test_bits_of_the_reference(name: str, device: str) -> None:
             assert got[2] == want[2], got[0]
         same_planes(kv.planes(after["scale"].shape[2]), after)
     if not few:
-        assert sum(graph is not None for graph in kv.graphs.values()) > 15
+        assert len(kv.graphs) > 15
     backend.close()
     with pytest.raises(UsageError, match="closed"):
         model.forward("w8", [1], 0, kv)

@@ -1,0 +1,280 @@
+"""Whole draft-verify cycles on the device: the next one is launched before the last one is read.
+
+Invariant: a cycle is one graph (draft steps, look-up, verification, choice, acceptance), captured
+once for each kind: numbers of drafted tokens, bucket of lengths, way of choosing. Tokens and their
+number stay on the device; the host reads a report of a few numbers when its event has come, and
+sleeps until then. The tokens are those of `decode.generation`: a draft changes none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from edge_runtime.errors import NumericError
+from edge_runtime.kernels import ops
+from edge_runtime.kernels.cuda import cycle_kernels as kernels
+from edge_runtime.kernels.cuda import ngram, sampling
+from edge_runtime.kernels.cuda.graphs import Graphs
+from edge_runtime.kernels.cuda.passes import CudaCache, Pass
+from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA
+from edge_runtime.kernels.sampling import Parameters
+
+if TYPE_CHECKING:
+    from edge_runtime.kernels.cuda.backend import CudaBackend
+    from edge_runtime.kernels.cuda.logits import Room
+
+WIDTH, HEADER = kernels.WIDTH.value, kernels.HEADER.value
+ROWS = MAX_GAMMA + 1
+Kind = tuple[int, int, int, str, int]  # base tokens, looked-up ones, bucket, choice, forced
+
+
+class CudaCycles:
+    """Cycles over one cache. `launch` may run ahead of `read` by one."""
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        target: ops.Program,
+        draft: ops.Program,
+        cache: CudaCache,
+        recent: int | None,
+    ) -> None:
+        """recent: of `layout.full_from`, what a draft reads of the cache."""
+        self._backend, self._cache = backend, cache
+        self._target, self._draft = target, draft
+        self._recent = -1 if recent is None else recent
+        device = backend.device
+
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._tokens = new(cache.capacity + WIDTH)
+        self._state = new(2)
+        self._drafted, self._report = new(WIDTH), new(2, HEADER + WIDTH)
+        self._inputs = new(3, ROWS)  # ids, positions, first full tokens
+        self._counts = torch.arange(ROWS, dtype=torch.int32, device=device)
+        self._forced = new(1)
+        self._looked = ngram.new_draft(cache.capacity + WIDTH, device)
+        self._settings = sampling.Settings(
+            new(ROWS, 3, dtype=torch.int64), new(ROWS, 5, dtype=torch.float64)
+        )
+        self._rooms: dict[tuple[bool, int], sampling.Room] = {}
+        self._choice = "greedy"
+        self._num_forced = 0
+        gpu = device.type == "cuda"
+        self._host = torch.zeros_like(self._report, device="cpu", pin_memory=gpu)
+        self._events = [_Events(gpu), _Events(gpu)]
+        self._graphs = Graphs()
+        self._room: Room
+        self._waiting: deque[int] = deque()  # cycles launched and not read
+        self._count = 0
+
+    def begin(
+        self, tokens: Sequence[int], parameters: Parameters, forced: Sequence[int] = ()
+    ) -> None:
+        """Start a text. tokens: ids by position (-1 where an embedding row was), the last of which
+        is not in the cache. forced: for timing alone, how many drafted tokens to accept, in turns,
+        whatever the target chose. What was launched before is dropped."""
+        assert parameters.repetition_penalty == 1
+        assert parameters.presence_penalty == 0
+        for program in (self._target, self._draft):
+            self._backend.prepare(program)
+        self._room = self._backend.free_room()
+        device = self._tokens.device
+        self._waiting.clear()
+        self._tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
+        self._state.copy_(torch.tensor([len(tokens), 0], dtype=torch.int32))
+        self._count = 0
+        self._choice = "greedy"
+        if parameters.temperature > 0:
+            truncate = parameters.top_k > 0 or parameters.top_p < 1
+            self._choice = "truncated" if truncate else "sampled"
+            made = sampling.Settings.of([parameters] * ROWS, [0] * ROWS, device)
+            self._settings.ints.copy_(made.ints)
+            self._settings.floats.copy_(made.floats)
+        if len(forced) != self._num_forced:
+            self._graphs.clear()  # they hold the tensor
+            self._num_forced = len(forced)
+        if forced:
+            self._forced = torch.tensor(list(forced), dtype=torch.int32, device=device)
+
+    def launch(self, base: int, look_up: int, most_tokens: int) -> None:
+        """Enqueue a cycle of `base` draft steps and up to `look_up` tokens by look-up.
+
+        most_tokens: that the text may have by then, as far as the caller knows.
+        """
+        assert base + look_up <= MAX_GAMMA
+        assert len(self._waiting) < 2, "a report would be overwritten"
+        rows = 1 + base + look_up
+        assert most_tokens - 1 + rows <= self._cache.capacity, "rows beyond the cache"
+        kind = (
+            base, look_up, self._cache.bucket(most_tokens - 1 + rows), self._choice,
+            self._num_forced,
+        )  # fmt: skip
+        events = self._events[self._count % 2]
+        events.start()
+        self._replay(kind)
+        events.stop()
+        self._waiting.append(self._count)
+        self._count += 1
+
+    def read(self) -> ops.Cycle:
+        """Wait for the oldest cycle and return what it made. Raises NumericError."""
+        number = self._waiting.popleft()
+        seconds = self._events[number % 2].seconds()
+        report = self._host.numpy()[number % 2]
+        count, drafted, finite, _ = report[:HEADER].tolist()
+        if not finite:
+            raise NumericError(
+                "logits hold NaN or infinity",
+                "the weights or an embedding row given by the caller are broken",
+            )
+        return ops.Cycle(report[HEADER : HEADER + count].tolist(), drafted, seconds)
+
+    # a cycle
+
+    def _replay(self, kind: Kind) -> None:
+        launch = partial(self._launch, kind)
+        if self._tokens.device.type == "cuda":
+            self._graphs.run(kind, launch, self._backend.passes.registers)
+        else:
+            launch()
+
+    def _launch(self, kind: Kind) -> None:
+        base, look_up, bucket, _, forced = kind
+        for step in range(base):
+            self._draft_row(step)
+            self._run(self._draft, 1, bucket)
+        if base:
+            self._draft_row(base)  # notes what the last step chose
+        if look_up:
+            counts = self._counts[base : base + 1]
+            ngram.look_up(
+                self._tokens, self._state[:1], self._drafted, counts, look_up, self._looked
+            )
+        rows = 1 + base + look_up
+        self._verify(base, rows, bucket, looked=look_up > 0, forced=forced)
+        self._host.copy_(self._report, non_blocking=True)
+
+    def _draft_row(self, step: int) -> None:
+        kernels.draft_row[(1,)](
+            self._state,
+            self._tokens,
+            self._chosen(1)[0],
+            self._drafted,
+            *self._inputs,
+            self._settings.ints,
+            STEP=step,
+            RECENT=self._recent,
+            BLOCK=KV_BLOCK,
+            SAMPLED=self._choice != "greedy",
+            num_warps=1,
+        )
+
+    def _verify(self, base: int, rows: int, bucket: int, *, looked: bool, forced: int) -> None:
+        kernels.verify_rows[(1,)](
+            self._state,
+            self._tokens,
+            self._drafted,
+            self._looked.ids,
+            *self._inputs,
+            self._settings.ints,
+            BASE=base,
+            ROWS=rows,
+            SAMPLED=self._choice != "greedy",
+            WIDTH=WIDTH,
+            num_warps=1,
+        )
+        self._run(self._target, rows, bucket)
+        kernels.accept[(1,)](
+            self._state,
+            self._tokens,
+            self._inputs[0],
+            *self._chosen(rows),
+            self._looked.count,
+            self._forced,
+            self._report,
+            BASE=base,
+            ROWS=rows,
+            LOOKED=looked,
+            FORCED=forced,
+            WIDTH=WIDTH,
+            num_warps=1,
+        )
+
+    def _run(self, program: ops.Program, rows: int, bucket: int) -> None:
+        """One pass, and the choice of its rows."""
+        ids, positions, full_from = self._inputs[:, :rows]
+        values, choice = self._room.part(slice(rows))
+        one = Pass(
+            num_rows=rows,
+            num_logits=rows,
+            positions=positions,
+            full_from=full_from,
+            ids=ids,
+            rows=None,
+            cache=self._cache,
+            tokens=bucket,
+            logits=(values, choice),
+        )
+        self._backend.passes.launch(program, one)
+        if self._choice == "greedy":
+            return
+        truncate = self._choice == "truncated"
+        sampling.sample(
+            values,
+            self._backend.geometry.num_tokens,
+            sampling.Settings(self._settings.ints[:rows], self._settings.floats[:rows]),
+            truncate=truncate,
+            out=self._sampling_room(rows, truncate=truncate),
+        )
+
+    def _sampling_room(self, rows: int, *, truncate: bool) -> sampling.Room:
+        if (truncate, rows) not in self._rooms:
+            self._rooms[truncate, rows] = sampling.new_room(
+                rows, self._backend.geometry.num_tokens, self._tokens.device, truncate=truncate
+            )
+        return self._rooms[truncate, rows]
+
+    def _chosen(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Where the choice of a pass lies: ids and whether its rows are finite."""
+        if self._choice == "greedy":
+            return self._room.found[0], self._room.found[1]
+        room = self._sampling_room(rows, truncate=self._choice == "truncated")
+        return room.index, room.finite
+
+
+class _Events:
+    """Marks around a cycle in the stream of the device."""
+
+    def __init__(self, gpu: bool) -> None:
+        self._gpu = gpu
+        if gpu:  # a wait sleeps
+            made = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+            self._begin, self._end = made
+
+    def start(self) -> None:
+        if self._gpu:
+            self._begin.record()
+        else:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._gpu:
+            self._end.record()
+        else:
+            self._seconds = time.perf_counter() - self._started
+
+    def seconds(self) -> float:
+        """Wait for the end; return the time between both."""
+        if not self._gpu:
+            return self._seconds
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) * 1e-3

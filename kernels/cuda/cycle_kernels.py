@@ -1,0 +1,126 @@
+"""Bookkeeping of a draft-verify cycle on the device, as Triton kernels of one program each.
+
+Invariant: all that a cycle needs to know (tokens, their number, what was drafted) lies on the
+device and is read there, so that one captured graph serves every cycle of its kind.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LENGTH, COUNT = tl.constexpr(0), tl.constexpr(1)  # of the state: tokens known, cycles done
+WIDTH = tl.constexpr(16)  # ids of a report, as many as a power of two holds
+HEADER = tl.constexpr(4)  # numbers before them: tokens, drafted, finite, unused
+NEVER = tl.constexpr(2**31 - 1)  # first full token of a row that reads base planes alone
+
+
+@triton.jit
+def _full_from(position, RECENT: tl.constexpr, BLOCK: tl.constexpr):
+    """`layout.full_from`; RECENT: -1 kv8, 0 kv4."""
+    if RECENT < 0:
+        first = position * 0
+    elif RECENT == 0:
+        first = position * 0 + NEVER
+    else:
+        first = tl.maximum(0, position + 1 - RECENT) // BLOCK * BLOCK
+    return first
+
+
+@triton.jit
+def draft_row(
+    state_ptr,  # int32 [2]
+    token_ptr,  # int32 [capacity]
+    choice_ptr,  # int32 [1], what the step before chose
+    drafted_ptr,  # int32 [WIDTH]
+    id_ptr,  # int32 [1], out
+    position_ptr,  # int32 [1], out
+    full_from_ptr,  # int32 [1], out
+    sampled_ptr,  # int64 [1, 3], `sampling.Settings.ints`; its position, out
+    STEP: tl.constexpr,
+    RECENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SAMPLED: tl.constexpr,
+):
+    """The row of draft step STEP; what the step before chose is noted."""
+    position = tl.load(state_ptr + LENGTH) - 1 + STEP
+    if STEP == 0:
+        token = tl.load(token_ptr + position)
+    else:
+        token = tl.load(choice_ptr)
+        tl.store(drafted_ptr + STEP - 1, token)
+    tl.store(id_ptr, token)
+    tl.store(position_ptr, position)
+    tl.store(full_from_ptr, _full_from(position, RECENT, BLOCK))
+    if SAMPLED:
+        tl.store(sampled_ptr + 1, (position + 1).to(tl.int64))
+
+
+@triton.jit
+def verify_rows(
+    state_ptr,  # int32 [2]
+    token_ptr,  # int32 [capacity]
+    drafted_ptr,  # int32 [WIDTH], BASE of them
+    looked_ptr,  # int32 [WIDTH or less], ids that a look-up found after those
+    id_ptr,  # int32 [ROWS], out
+    position_ptr,  # int32 [ROWS], out
+    full_from_ptr,  # int32 [ROWS], out
+    sampled_ptr,  # int64 [ROWS, 3]
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The last token, then the draft: ROWS rows."""
+    r = tl.arange(0, WIDTH)
+    last = tl.load(state_ptr + LENGTH) - 1
+    token = tl.load(token_ptr + last + 0 * r)
+    base = tl.load(drafted_ptr + r - 1, mask=(r > 0) & (r <= BASE), other=0)
+    looked = tl.load(looked_ptr + r - 1 - BASE, mask=(r > BASE) & (r < ROWS), other=0)
+    token = tl.where(r == 0, token, tl.where(r <= BASE, base, looked))
+    tl.store(id_ptr + r, token, mask=r < ROWS)
+    tl.store(position_ptr + r, last + r, mask=r < ROWS)
+    tl.store(full_from_ptr + r, 0 * r, mask=r < ROWS)
+    if SAMPLED:
+        tl.store(sampled_ptr + r * 3 + 1, (last + 1 + r).to(tl.int64), mask=r < ROWS)
+
+
+@triton.jit
+def accept(
+    state_ptr,  # int32 [2]
+    token_ptr,  # int32 [capacity + WIDTH]
+    id_ptr,  # int32 [ROWS], what was verified
+    choice_ptr,  # int32 [ROWS], what the target chose after each
+    finite_ptr,  # int32 [ROWS]
+    looked_ptr,  # int32 [1], how many tokens a look-up found
+    forced_ptr,  # int32 [FORCED], tokens accepted in turns, whatever was chosen
+    report_ptr,  # int32 [2, HEADER + WIDTH]
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOKED: tl.constexpr,
+    FORCED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Take the draft while the target agrees with it, and the target's token after that."""
+    r = tl.arange(0, WIDTH)
+    length = tl.load(state_ptr + LENGTH)
+    cycle = tl.load(state_ptr + COUNT)
+    drafted = BASE
+    if LOOKED:
+        drafted = BASE + tl.load(looked_ptr)
+    chosen = tl.load(choice_ptr + r, mask=r < ROWS, other=0)
+    finite = tl.load(finite_ptr + r, mask=r < ROWS, other=1)
+    guess = tl.load(id_ptr + r + 1, mask=r < ROWS - 1, other=-1)
+    differs = (guess != chosen) | (r >= drafted)
+    taken = tl.min(tl.where(differs, r, WIDTH), 0)
+    if FORCED > 0:
+        taken = tl.minimum(tl.load(forced_ptr + cycle % FORCED), drafted)
+        chosen = tl.where(r < taken, guess, chosen)
+    tl.store(token_ptr + length + r, chosen, mask=r <= taken)
+    report_ptr += cycle % 2 * (HEADER + WIDTH)
+    tl.store(report_ptr, taken + 1)
+    tl.store(report_ptr + 1, drafted)
+    tl.store(report_ptr + 2, tl.min(tl.where(r <= taken, finite, 1), 0))
+    tl.store(report_ptr + HEADER + r, chosen)
+    tl.store(state_ptr + LENGTH, length + taken + 1)
+    tl.store(state_ptr + COUNT, cycle + 1)

@@ -1,0 +1,187 @@
+"""A pass over a model on the device: its rows, its cache, and how each op is launched.
+
+Invariant: what a pass reads of its batch (ids, positions, first full tokens) lies on the device, in
+tensors that stay where they are, so that a graph of its launches serves every pass of its kind: the
+same program, rows and bucket of lengths. A launch waits for nothing and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edge_runtime.kernels import ops
+from edge_runtime.kernels.cuda import activations, head, sizes
+from edge_runtime.kernels.cuda.activations import Activation, SiluRoom
+from edge_runtime.kernels.cuda.attention import Workspace, attention
+from edge_runtime.kernels.cuda.cache import NestedCache
+from edge_runtime.kernels.cuda.embedding import embed
+from edge_runtime.kernels.cuda.graphs import Graphs
+from edge_runtime.kernels.cuda.kv import rope_kv
+from edge_runtime.kernels.cuda.linear import Digits, digits_of, linear, takes_digits
+from edge_runtime.kernels.cuda.registers import Registers
+from edge_runtime.kernels.cuda.weights import DeviceWeights
+from edge_runtime.kernels.layout import padded
+
+LEAST_BUCKET = 512  # tokens; buckets double from here
+
+
+class CudaCache(NestedCache):
+    """A nested cache with what passes over it need: attention's workspace, and their graphs."""
+
+    def __init__(self, geometry: ops.Geometry, capacity: int, device: torch.device) -> None:
+        super().__init__(geometry, capacity, device)
+        self.workspace = Workspace(
+            sizes.SMALL_ROWS, geometry.num_heads, geometry.head_dim, capacity, device
+        )
+        self.graphs = Graphs()
+
+    def bucket(self, length: int) -> int:
+        """Tokens that the launches of a pass are laid out for, which reads `length` at most."""
+        size = LEAST_BUCKET
+        while size < length:
+            size *= 2
+        return min(size, padded(self.capacity, 64))
+
+
+@dataclass(slots=True)
+class Pass:
+    """Up to CHUNK_ROWS rows on their way through a program.
+
+    positions, full_from: int32 [rows]; ids: likewise, or None with `rows` fp32 [rows, H] on the
+    host; tokens: the bucket; logits: where those of the last num_logits rows go.
+    """
+
+    num_rows: int
+    num_logits: int
+    positions: Tensor
+    full_from: Tensor
+    ids: Tensor | None
+    rows: Tensor | None
+    cache: CudaCache
+    tokens: int
+    logits: tuple[Tensor, head.Choice] | None
+    registers: dict[str, Any] = field(default_factory=dict)  # Tensor or Activation by name
+
+
+class Passes:
+    """Launches programs over the weights of one model."""
+
+    def __init__(
+        self, geometry: ops.Geometry, weights: DeviceWeights, group_size: int, device: torch.device
+    ) -> None:
+        self.geometry, self.weights = geometry, weights
+        self._group_size, self._gpu = group_size, device.type == "cuda"
+        self._device = device
+        self.registers = Registers(group_size, device)
+        self._launch: dict[type, Callable[[Any, Pass], None]] = {
+            ops.Embed: self._embed,
+            ops.NormQuantise: self._norm_quantise,
+            ops.Quantise: self._quantise,
+            ops.Linear: self._linear,
+            ops.RopeKv: self._rope_kv,
+            ops.Attention: self._attention,
+            ops.SiluMulQuantise: self._silu_mul_quantise,
+            ops.SelectRows: self._select_rows,
+        }
+
+    def relieve(self) -> None:
+        """Drop the registers: programs are to be added to the new ones."""
+        self.registers = Registers(self._group_size, self._device)
+
+    def launch(self, program: ops.Program, one: Pass) -> None:
+        """Launch the ops of a pass, and the argmax of its logits."""
+        for op in program:
+            if isinstance(op, ops.SelectRows) and not one.num_logits:
+                return  # a part of a batch without rows whose logits are asked for
+            self._launch[type(op)](op, one)
+        if one.logits is not None:
+            values, choice = one.logits
+            head.argmax(values, self.geometry.num_tokens, out=choice)
+
+    # ops, in the order of kernels/ops.py
+
+    def _embed(self, op: ops.Embed, one: Pass) -> None:
+        out = self.registers.floats(op.out, self.geometry.hidden_size, one.num_rows)
+        if one.ids is None:
+            assert one.rows is not None
+            out.copy_(one.rows)
+        else:
+            embed(one.ids, self.weights.embedding, self.weights.embedding_scale, out=out)
+        one.registers[op.out] = out
+
+    def _norm_quantise(self, op: ops.NormQuantise, one: Pass) -> None:
+        x: Tensor = one.registers[op.x]
+        out = self.registers.quantised(op.out, x.shape[1], x.shape[0])
+        one.registers[op.out] = activations.norm_quantise(x, op.eps, self._group_size, out)
+
+    def _quantise(self, op: ops.Quantise, one: Pass) -> None:
+        x: Tensor = one.registers[op.x]
+        out = self.registers.quantised(op.out, x.shape[1], x.shape[0])
+        one.registers[op.out] = activations.quantise(x, self._group_size, out)
+
+    def _linear(self, op: ops.Linear, one: Pass) -> None:
+        a: Activation = one.registers[op.a]
+        weight, M = self.weights.linears[op.weight], a.codes.shape[0]
+        if op.out == "logits":
+            assert one.logits is not None
+            out = one.logits[0]
+        else:
+            out = self.registers.floats(op.out, weight.num_outputs, M)
+        sums: Tensor | Digits = a.sums
+        if takes_digits(M, self._group_size):
+            sums = digits_of(a.sums, self.registers.digits(a.sums))
+        residual = None if op.residual is None else one.registers[op.residual]
+        one.registers[op.out] = linear(
+            a.codes, a.scale, sums, weight, op.view, out=out, residual=residual
+        )
+
+    def _rope_kv(self, op: ops.RopeKv, one: Pass) -> None:
+        g, w = self.geometry, self.weights
+        out = self.registers.floats(op.out, g.num_heads * g.head_dim, one.num_rows)
+        norms = None
+        if op.qk_norm:
+            prefix = f"layers.{op.layer}."
+            norms = (w.head_norms[prefix + "q_norm"], w.head_norms[prefix + "k_norm"])
+        rope_kv(
+            one.registers[op.qkv],
+            one.positions,
+            w.cos,
+            w.sin,
+            one.cache.layer(op.layer),
+            out.view(one.num_rows, g.num_heads, g.head_dim),
+            head_norms=norms,
+            eps=op.eps,
+            rotate_kv=g.rotate_kv,
+        )
+        one.registers[op.out] = out
+
+    def _attention(self, op: ops.Attention, one: Pass) -> None:
+        g = self.geometry
+        shape = (one.num_rows, g.num_heads, g.head_dim)
+        out = self.registers.floats(op.out, g.num_heads * g.head_dim, one.num_rows)
+        attention(
+            one.registers[op.q].view(shape),
+            one.positions,
+            one.full_from,
+            one.cache.layer(op.layer),
+            out.view(shape),
+            one.cache.workspace,
+            max_tokens=one.tokens,
+            asm=self._gpu,
+        )
+        one.registers[op.out] = out
+
+    def _silu_mul_quantise(self, op: ops.SiluMulQuantise, one: Pass) -> None:
+        x: Tensor = one.registers[op.gate_up]
+        out = self.registers.quantised(op.out, x.shape[1] // 2, x.shape[0])
+        room = SiluRoom(x, self.registers.peaks(x))  # the product lies over the gate
+        one.registers[op.out] = activations.silu_mul_quantise(x, self._group_size, out, room)
+
+    def _select_rows(self, op: ops.SelectRows, one: Pass) -> None:
+        x: Tensor = one.registers[op.x]
+        one.registers[op.out] = x[x.shape[0] - one.num_logits :]

@@ -38,15 +38,22 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(
-        self, model: ops.ModelWeights, geometry: ops.Geometry, device: torch.device | None = None
+        self,
+        model: ops.ModelWeights | weights.DeviceWeights,
+        geometry: ops.Geometry,
+        device: torch.device | None = None,
     ) -> None:
-        """device: the usual one by default. Raises BudgetError."""
+        """model: to be copied to the device, or there already; device: the usual one by default.
+
+        Raises BudgetError."""
         self.geometry, self.device = geometry, device or usual_device()
         self._gpu = self.device.type == "cuda"
-        group_size = next(iter(model.linears.values())).group_size
         found = pool(self.device)
         self._arch, self.discrete = found.arch, found.discrete
-        loaded = weights.load(model, self.device, self._arch)
+        loaded = model
+        if not isinstance(loaded, weights.DeviceWeights):
+            loaded = weights.load(loaded, self.device, self._arch)
+        group_size = next(iter(loaded.linears.values())).group_size
         self._passes: Passes | None = Passes(geometry, loaded, group_size, self.device)
         self._programs: dict[int, ops.Program] = {}
         self._room: Room | None = None

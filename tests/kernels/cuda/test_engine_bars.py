@@ -1,0 +1,56 @@
+"""The tool that measures the engine at the size of a known model: it runs, on a tiny one."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
+
+
+@pytest.fixture(scope="module")
+def bars() -> Any:
+    path = Path(__file__).parents[3] / "tools" / "engine_bars.py"
+    spec = importlib.util.spec_from_file_location("engine_bars", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["engine_bars"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(bars: Any) -> Any:
+    from edge_runtime.cache.policy import KV4
+    from edge_runtime.profiles.load import shape
+
+    spec = msgspec.structs.replace(
+        shape("smollm2-135m").spec, num_layers=2, hidden_size=64, intermediate_size=96,
+        num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=64,
+    )  # fmt: skip
+    return bars.open_model(spec, 32, 12, KV4)
+
+
+def test_cycles_follow_the_pattern(bars: Any, model: Any) -> None:
+    run = bars.run_cycles(model.cycles("w8"), model, 2, (2, 0), 3)
+    assert run.tokens == 3 + 1 + 3
+    assert len(run.each) == 3
+    assert run.seconds >= run.device > 0
+
+
+def test_random_weights_stay_finite(bars: Any, model: Any) -> None:
+    found = bars.prompt(model, 5, 1, embedded=True)
+    assert 0 < found["min"] <= found["median"] <= found["max"]
+    assert not math.isnan(found["median"])

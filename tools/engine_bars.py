@@ -1,0 +1,400 @@
+"""The CUDA engine at the size of a known model, with random weights made on the GPU.
+
+    python tools/engine_bars.py llama-2-7b [--only steps,cycles,latency,prefill,action]
+                                [--context 2048] [--policy kv8] [--turns 9] [--json FILE]
+
+Random weights accept nothing, so acceptance is declared: a fixed pattern of accepted tokens is
+forced on the device, and the result is a curve over tokens per cycle. steps: device time of one
+pass, replayed from its graph. cycles: draft 4, verify 5, accept, with the host in between, against
+the w8 view one token at a time; host: time of the thread that launches and reads, without waiting.
+latency: 2,000 cycles, alone and beside a second process that computes. action: 288 rows of an image
+prompt and 7 tokens (OpenVLA). Kinds are timed in turns; figures are medians with their range. The
+last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edge_runtime.cache.policy import KvPolicy, parse_policy
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels import ops
+from edge_runtime.kernels.cuda import sizes
+from edge_runtime.kernels.cuda.backend import CudaBackend
+from edge_runtime.kernels.cuda.linear import DeviceLinear
+from edge_runtime.kernels.cuda.memory import pool, usual_device
+from edge_runtime.kernels.cuda.timing import linears
+from edge_runtime.kernels.cuda.weights import DeviceWeights
+from edge_runtime.kernels.layout import CHUNK_ROWS, MAX_GAMMA
+from edge_runtime.kernels.sampling import Parameters
+from edge_runtime.model.rope import rope_tables
+from edge_runtime.model.transformer import geometry, model_program
+from edge_runtime.plan.footprint import linear_shapes
+from edge_runtime.profiles.load import shape
+
+GAMMA = 4
+# tokens accepted, in turns: 1.0, 2.0, 3.0, 4.0, 4.5, 4.8 and 5.0 tokens per cycle
+PATTERNS = ((0,), (1,), (2,), (3,), (3, 4), (4, 4, 4, 4, 3), (4,))
+LATENCY_CYCLES, SEGMENT = 2000, 100
+ACTION_ROWS, ACTION_TOKENS = 288, 7  # OpenVLA: image and text, an action of seven numbers
+ROW_SCALE = 0.05  # of what a linear adds to the residual stream, so that all layers stay finite
+
+
+@dataclass(frozen=True)
+class Model:
+    """A backend with random weights, its programs and a cache filled with random tokens."""
+
+    spec: ModelSpec
+    backend: CudaBackend
+    cache: Any
+    policy: KvPolicy
+    context: int  # tokens in the cache
+
+    def program(self, view: ops.View) -> ops.Program:
+        """Return the one program of a view."""
+        return _PROGRAMS.setdefault((id(self), view), model_program(self.spec, view))
+
+    def cycles(self, view: ops.View) -> ops.Cycles:
+        """Return cycles with a view as target."""
+        return self.backend.cycles(
+            self.program(view), self.program("w4"), self.cache, self.policy.recent
+        )
+
+
+_PROGRAMS: dict[tuple[int, ops.View], ops.Program] = {}
+
+
+def random_weights(spec: ModelSpec, group: int, device: torch.device, tokens: int) -> DeviceWeights:
+    """Make weights on the device: uniform planes, and scales that keep the numbers near one."""
+    arch = pool(device).arch
+    made: dict[str, DeviceLinear] = {}
+    for name, (N, K) in linear_shapes(spec).items():
+        w = linears.weights(N, K, sizes.row_tile(arch), group, device=str(device))
+        w.mult.abs_().clamp_(1)
+        if w.mult_rows is not None:
+            w.mult_rows.abs_().clamp_(1)
+        # codes of +-74 and +-45, multipliers of 19,000, as root mean squares; x_scale is near 1/40
+        w.scale.fill_(ROW_SCALE / (math.sqrt(K) * 74 * 45 * 19_000 / 40))
+        made[name] = w
+    V, H = spec.vocab_size, spec.hidden_size
+    cos, sin = (torch.from_numpy(t).to(device) for t in rope_tables(spec, tokens))
+    norms = {
+        f"layers.{i}.{which}_norm": torch.ones(spec.head_dim, device=device)
+        for i in range(spec.num_layers if spec.qk_norm else 0)
+        for which in "qk"
+    }
+    embedding = torch.randint(-127, 128, (V, H), dtype=torch.int8, device=device)
+    tensors = [embedding, cos, sin, *norms.values()]
+    for w in made.values():
+        tensors += [w.base, w.refine, w.mult, w.scale]
+    return DeviceWeights(
+        linears=made,
+        embedding=embedding,
+        embedding_scale=torch.full((V,), 1 / 73, device=device),
+        cos=cos,
+        sin=sin,
+        head_norms=norms,
+        num_bytes=sum(t.nbytes for t in tensors),
+    )
+
+
+def open_model(spec: ModelSpec, group: int, context: int, policy: KvPolicy) -> Model:
+    """Make a model whose cache holds `context` random tokens and has room for what follows."""
+    device = usual_device()
+    torch.manual_seed(0)
+    room = max(context, ACTION_ROWS) + SEGMENT * (GAMMA + 1) + MAX_GAMMA
+    weights = random_weights(spec, group, device, room)
+    backend = CudaBackend(weights, geometry(spec, spec.vocab_size), device)
+    cache = backend.new_cache(room)
+    for plane in (cache.key_base, cache.key_refine, cache.value_base, cache.value_refine):
+        plane.random_(0, 256)
+    cache.scale.uniform_(0.02, 0.1)
+    return Model(spec, backend, cache, policy, context)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def told(what: str, values: dict[str, float], unit: str = "ms", factor: float = 1e3) -> None:
+    """Print one line for a person."""
+    median, low, high = (values[key] * factor for key in ("median", "min", "max"))
+    print(f"{what:<44} {median:9.3f} {unit} ({low:.3f} to {high:.3f})", file=sys.stderr)
+
+
+# passes
+
+
+def steps(model: Model, turns: int) -> dict[str, Any]:
+    """Device time of single passes at the end of the context."""
+    kinds: list[tuple[ops.View, int, int | None]] = [
+        ("w4", 1, model.policy.recent), ("w8", 1, None), ("w8", 2, None), ("w8", 5, None),
+        ("w8", 8, None),
+    ]  # fmt: skip
+    replays = {kind: _pass_replay(model, *kind) for kind in kinds}
+    found: dict[Any, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(turns + 1):
+        for kind, replay in replays.items():
+            seconds = device_seconds(replay)
+            if turn:
+                found[kind].append(seconds)
+    rows = {f"{view} {rows} rows": spread(found[view, rows, r]) for view, rows, r in kinds}
+    for name, values in rows.items():
+        told(f"pass {name}", values)
+    one = rows["w8 1 rows"]["median"]
+    ratios = {name: values["median"] / one for name, values in rows.items()}
+    print("  of one w8 row: " + json.dumps(ratios), file=sys.stderr)
+    return {"seconds": rows, "of_one_w8_row": ratios}
+
+
+def _pass_replay(
+    model: Model, view: ops.View, rows: int, recent: int | None
+) -> Callable[[], object]:
+    positions = np.arange(model.context, model.context + rows)
+    batch = ops.Batch(
+        ids=np.arange(rows),
+        positions=positions,
+        full_from=KvPolicy(recent).full_from(positions),
+        num_logits=rows,
+    )
+    run = lambda: model.backend.run(model.program(view), batch, model.cache)  # noqa: E731
+    for _ in range(3):  # launches, capture, replay
+        run()
+    return run
+
+
+def device_seconds(call: Callable[[], object]) -> float:
+    """Seconds between events around a call."""
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3
+
+
+# cycles
+
+
+@dataclass
+class Run:
+    """Cycles in a row. each: seconds of every one; device, host: of graphs, of the host's work."""
+
+    tokens: int = 0
+    each: list[float] = field(default_factory=list)
+    device: float = 0.0
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return sum(self.each)
+
+
+def run_cycles(cycles: ops.Cycles, model: Model, base: int, forced: Any, count: int) -> Run:
+    """Run `count` cycles, one launched ahead of the other; every SEGMENT of them begins anew at the
+    same place in the context, and that beginning is not timed."""
+    run = Run()
+    for done in range(0, count, SEGMENT):
+        cycles.begin([1] * model.context, Parameters(), forced)
+        known = model.context
+        last = time.perf_counter()
+        cycles.launch(base, 0, known)
+        for left in reversed(range(min(SEGMENT, count - done))):
+            own = time.thread_time()  # a wait sleeps
+            if left:
+                cycles.launch(base, 0, known + base + 1)
+            cycle = cycles.read()
+            run.host += time.thread_time() - own
+            now = time.perf_counter()
+            run.each.append(now - last)
+            last = now
+            known += len(cycle.tokens)
+            run.tokens += len(cycle.tokens)
+            run.device += cycle.seconds
+    return run
+
+
+def measure_cycles(model: Model, turns: int, count: int = 40) -> dict[str, Any]:
+    """The curve: nest at every pattern and w8 alone, in turns."""
+    nest, alone = model.cycles("w8"), model.cycles("w8")
+    kinds: list[tuple[str, ops.Cycles, int, Any]] = [
+        *((f"nest {1 + sum(p) / len(p):.1f} tokens a cycle", nest, GAMMA, p) for p in PATTERNS),
+        ("w8", alone, 0, ()),
+    ]
+    speeds: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+    facts: dict[str, Run] = {}
+    for turn in range(turns + 1):
+        for name, cycles, base, forced in kinds:
+            run = run_cycles(cycles, model, base, forced, count)
+            if turn:
+                speeds[name].append(run.tokens / run.seconds)
+                facts[name] = run
+    rows = {}
+    one = statistics.median(speeds["w8"])
+    for name, values in speeds.items():
+        run, median = facts[name], statistics.median(values)
+        rows[name] = {
+            "tok_s": spread(values),
+            "of_w8": median / one,
+            "cycle_s": run.seconds / len(run.each),
+            "device_busy": run.device / run.seconds,
+            "host_s": run.host / len(run.each),
+        }
+        told(f"{name} ({median / one:.2f} x w8)", rows[name]["tok_s"], "tok/s", 1)
+        print(
+            f"  a cycle {rows[name]['cycle_s'] * 1e3:.3f} ms, graphs busy "
+            f"{rows[name]['device_busy']:.3f}, host {rows[name]['host_s'] * 1e6:.0f} us",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def latency(model: Model) -> dict[str, Any]:
+    """Percentiles of a cycle's time and of a token's, alone and beside another process."""
+    cycles, pattern = model.cycles("w8"), PATTERNS[-2]
+    run_cycles(cycles, model, GAMMA, pattern, 20)
+    found = {"alone": run_cycles(cycles, model, GAMMA, pattern, LATENCY_CYCLES)}
+    with other_process():
+        found["beside another process"] = run_cycles(cycles, model, GAMMA, pattern, LATENCY_CYCLES)
+    rows = {}
+    for name, run in found.items():
+        times = np.array(run.each)
+        p50, p95, p99, worst = (float(np.percentile(times, q)) for q in (50, 95, 99, 100))
+        token = float(np.median(times)) * len(run.each) / run.tokens
+        rows[name] = {"p50_s": p50, "p95_s": p95, "p99_s": p99, "worst_s": worst,
+                      "median_of_a_token_s": token, "cycles": len(run.each)}  # fmt: skip
+        print(
+            f"cycle {name}: p50 {p50 * 1e3:.2f} p95 {p95 * 1e3:.2f} p99 {p99 * 1e3:.2f} "
+            f"worst {worst * 1e3:.2f} ms",
+            file=sys.stderr,
+        )
+    return rows
+
+
+@contextmanager
+def other_process() -> Iterator[None]:
+    """A process that multiplies matrices on the same device all the while."""
+    process = multiprocessing.get_context("spawn").Process(target=_multiply, daemon=True)
+    process.start()
+    time.sleep(8 if torch.cuda.is_available() else 0)  # torch, a context and the first product
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _multiply() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(2048, 2048, device=device)
+    while True:
+        for _ in range(16):
+            x = torch.nn.functional.normalize(x @ x)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+
+# prompts
+
+
+def prompt(model: Model, rows: int, turns: int, *, embedded: bool = False) -> dict[str, float]:
+    """Seconds until the first token of a prompt of `rows`, ids or embedding rows, is known."""
+    values = []
+    for turn in range(turns + 1):
+        started = time.perf_counter()
+        logits: Any = None
+        for first in range(0, rows, CHUNK_ROWS):
+            n = min(CHUNK_ROWS, rows - first)
+            positions = np.arange(first, first + n)
+            own = np.ones((n, model.spec.hidden_size), np.float32) if embedded else None
+            batch = ops.Batch(
+                ids=None if embedded else np.arange(n) % model.spec.vocab_size,
+                rows=own,
+                positions=positions,
+                full_from=np.zeros(n, np.int64),
+            )
+            logits = model.backend.run(model.program("w8"), batch, model.cache)
+        logits.argmax()
+        if turn:
+            values.append(time.perf_counter() - started)
+    return spread(values)
+
+
+def action(model: Model, turns: int) -> dict[str, Any]:
+    """An action: a prompt of embedding rows, then seven tokens, drafted and not."""
+    first = prompt(model, ACTION_ROWS, turns, embedded=True)
+    told(f"prompt of {ACTION_ROWS} rows", first)
+    rows: dict[str, Any] = {"prompt_s": first}
+    small = Model(model.spec, model.backend, model.cache, model.policy, ACTION_ROWS)
+    for name, base, forced, count in (
+        ("w8", 0, (), ACTION_TOKENS - 1),
+        ("nest, all accepted", 5, (5,), 1),
+        ("nest, 2 of 3 accepted", 3, (2,), 2),
+    ):
+        cycles = small.cycles("w8")
+        values = [run_cycles(cycles, small, base, forced, count).seconds for _ in range(turns + 2)]
+        rows[name] = spread(values[2:])
+        told(f"then 6 tokens, {name}", rows[name])
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape")
+    parser.add_argument("--only", default="steps,cycles,latency,prefill,action")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--policy", default="kv8", help="what a draft reads of the cache")
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    only, turns = options.only.split(","), options.turns
+    policy = parse_policy(options.policy)
+    model = open_model(shape(options.shape).spec, options.group, options.context, policy)
+    document: dict[str, Any] = {
+        "shape": options.shape, "context": options.context, "policy": str(policy),
+        "weights": "random", "weights_bytes": model.backend.weights_bytes,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter",
+    }  # fmt: skip
+    if "steps" in only:
+        document["steps"] = steps(model, turns)
+    if "cycles" in only:
+        document["cycles"] = measure_cycles(model, turns)
+    if "latency" in only:
+        document["latency"] = latency(model)
+    if "prefill" in only:
+        document["prefill"] = prompt(model, options.context, turns)
+        told(f"prompt of {options.context} tokens", document["prefill"])
+    if "action" in only:
+        document["action"] = action(model, turns)
+    text = json.dumps(document)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,23 +36,23 @@ class DeviceCycles:
         self._known, self._context, self._share = known, context, draft_share
         self._waiting: deque[Lengths] = deque()
 
-    def next(self, left: int) -> tuple[list[int], int]:
+    def next(self, left: int, gamma: int) -> tuple[list[int], int]:
         """Return the tokens of the next cycle and how many of them were drafted; `left` tokens are
-        wanted at most, and more may come."""
+        wanted at most, and more may come. gamma: the longest draft from now on."""
         if not self._waiting:
-            self._launch(left)
+            self._launch(left, gamma)
         ahead = sum(1 + sum(lengths) for lengths in self._waiting)  # tokens it may bring
         if left > ahead:  # else this one may end the text
-            self._launch(left - ahead)
+            self._launch(left - ahead, gamma)
         lengths = self._waiting.popleft()
         cycle = self._cycles.read()
         self._known += len(cycle.tokens)
         self._learn(lengths, cycle)
         return cycle.tokens, cycle.drafted
 
-    def _launch(self, left: int) -> None:
+    def _launch(self, left: int, gamma: int) -> None:
         most_known = self._known + sum(1 + sum(lengths) for lengths in self._waiting)
-        most = min(left - 1, self._context - most_known)
+        most = min(left - 1, self._context - most_known, gamma)
         base, look_up = self._lengths(max(0, most))
         self._cycles.launch(base, look_up, most_known)
         self._waiting.append((base, look_up))
@@ -60,7 +60,6 @@ class DeviceCycles:
     def _lengths(self, most: int) -> Lengths:
         """Divide at most `most` drafted tokens between the sources."""
         choice, governor = self._choice, self._governor
-        most = min(most, choice.gamma)
         if choice.governed:
             base = governor.base_gamma(most)
             return base, governor.ngram_gamma(most - base, base)

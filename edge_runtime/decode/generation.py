@@ -221,7 +221,7 @@ class Generation:
         engine, prompt = self._engine, self._prompt
         start = len(prompt) + len(self._answer) - 1  # position of the last token
         left = self._max_new - len(self._answer)
-        gamma = min(self._gamma, left - 1, engine.context - 1 - start)
+        gamma = self._in_time(min(self._gamma, left - 1, engine.context - 1 - start))
         draft: list[int] = []
         if self._source is not None and gamma > 0:
             tokens = prompt.ids + self._answer
@@ -263,7 +263,8 @@ class Generation:
 
     def _device_cycle(self, device: DeviceCycles) -> list[int]:
         engine, started = self._engine, time.perf_counter()
-        chosen, drafted = device.next(self._max_new - len(self._answer))
+        most = self._in_time(engine.draft.gamma)
+        chosen, drafted = device.next(self._max_new - len(self._answer), most)
         engine.note("verify", started)
         engine.filled([self._answer[-1], *chosen[:-1]])
         if engine.draft.governed:
@@ -272,6 +273,16 @@ class Generation:
         self._stats.drafted += drafted
         self._stats.accepted += len(chosen) - 1
         return chosen
+
+    def _in_time(self, gamma: int) -> int:
+        """Cut a draft so that its cycle, as cycles went so far, ends before the deadline."""
+        times = self._engine.governor.times
+        if self._deadline is None or not times.measured:
+            return gamma
+        left = self._deadline - time.perf_counter()
+        while gamma > 0 and gamma * times.draft() + times.verify(gamma + 1) > left:
+            gamma -= 1
+        return gamma
 
     def _accept(self, logits: Logits, start: int, draft: list[int]) -> list[int]:
         """Return the target's tokens: the agreeing prefix of the draft and one more."""

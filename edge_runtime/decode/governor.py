@@ -46,6 +46,11 @@ class StepTimes:
         """Whether such a step was measured."""
         return (view, rows) in self._times
 
+    @property
+    def measured(self) -> bool:
+        """Whether any step was measured: before, `verify` has no unit."""
+        return bool(self._times)
+
     def draft(self) -> float:
         """Seconds of a draft step."""
         if self.known("w4", 1):

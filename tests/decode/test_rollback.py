@@ -195,6 +195,19 @@ def test_deadline_returns_a_prefix(engines: Engines, deadline_s: float) -> None:
     assert not later.late
 
 
+def test_the_deadline_bounds_a_cycle(engines: Engines) -> None:
+    """Steps that are known to take longer than is left are not drafted; the others are."""
+    engine = engines("llama", gamma=4)
+    for seconds, drafted in ((40.0, 0), (1e-6, 4)):
+        for _ in range(60):
+            engine.governor.times.add("w8", 5, 1e-6)
+            engine.governor.times.add("w4", 1, seconds)
+        got = run(engine, max_new_tokens=9, deadline_s=30.0)
+        assert got.finish_reason == "length"
+        assert got.draft["drafted"] >= drafted
+        assert bool(got.draft["drafted"]) is bool(drafted)
+
+
 def test_an_error_in_a_pass_leaves_the_engine_usable(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ class DeviceCycles:
         self._cycles, self._choice, self._governor = cycles, choice, governor
         self._known, self._context, self._share = known, context, draft_share
         self._waiting: deque[Lengths] = deque()
+        self.draft_part = 0.0  # of the time of the last cycle, by what its steps read
 
     def next(self, left: int, gamma: int) -> tuple[list[int], int]:
         """Return the tokens of the next cycle and how many of them were drafted; `left` tokens are
@@ -71,6 +72,7 @@ class DeviceCycles:
     def _learn(self, lengths: Lengths, cycle: Cycle) -> None:
         base, look_up = lengths
         step = cycle.seconds / (1 + base * self._share)
+        self.draft_part = 1 - 1 / (1 + base * self._share)
         self._governor.times.add("w8", 1 + base + look_up, step)
         if base:
             self._governor.times.add("w4", 1, step * self._share)

@@ -309,10 +309,10 @@ class Engine:
             self._cycles = backend.cycles(target, draft, self.cache, self.policy.recent)
         return self._cycles
 
-    def note(self, phase: PhaseName, started: float) -> None:
+    def note(self, phase: PhaseName, started: float, ended: float | None = None) -> None:
         """Note that a phase that began at `started` is over, for who measures energy."""
         if self.phases is not None:
-            self.phases.append((phase, started, time.perf_counter()))
+            self.phases.append((phase, started, ended or time.perf_counter()))
 
     def ended(self, generation: Generation) -> None:
         """Note that a generation is over."""

@@ -265,7 +265,11 @@ class Generation:
         engine, started = self._engine, time.perf_counter()
         most = self._in_time(engine.draft.gamma)
         chosen, drafted = device.next(self._max_new - len(self._answer), most)
-        engine.note("verify", started)
+        ended = time.perf_counter()
+        begun = started + (ended - started) * device.draft_part  # of the target's pass, about
+        if device.draft_part:
+            engine.note("draft", started, begun)
+        engine.note("verify", begun, ended)
         engine.filled([self._answer[-1], *chosen[:-1]])
         if engine.draft.governed:
             self.result.draft_why = engine.governor.why or engine.draft.why

@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edge_runtime.kernels.cuda import activations, embedding, head, ngram, sampling_kernels
+from edge_runtime.kernels.cuda import activation_kernels as activations
+from edge_runtime.kernels.cuda import embedding_kernels as embedding
+from edge_runtime.kernels.cuda import head_kernels as head
+from edge_runtime.kernels.cuda import ngram_kernels as ngram
+from edge_runtime.kernels.cuda import sampling_kernels
 from edge_runtime.kernels.cuda.compile import compile_kernel, inspect
 
 TYPES = {

@@ -7,24 +7,31 @@ read there, and a program whose tokens lie past a row's own leaves at once.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda import launch
 from edge_runtime.kernels.cuda.attention_tiles import (
     COMBINE_STAGES,
     COMBINE_WIDTH,
+    FORMS,
     Tiles,
     padded_half,
     tiles_for,
     value_slices,
 )
 from edge_runtime.kernels.cuda.cache import LayerCache
+from edge_runtime.kernels.cuda.launch import Kernel
 from edge_runtime.kernels.layout import KV_BLOCK, padded
+
+weigh_blocks = Kernel("attention_kernels", "weigh_blocks")
+add_values = Kernel("attention_values_kernels", "add_values")
+attend_split = Kernel("attention_split_kernels", "attend_split")
+combine = Kernel("combine_kernels", "combine")
+attend_rows = Kernel("prefill_attention_kernels", "attend_rows")
 
 
 class Workspace:
@@ -50,7 +57,7 @@ class Workspace:
         vectors = rows * num_heads
         assert vectors * blocks * 2 * KV_BLOCK < 2**31, "kernels count in int32"
         if fused_rows is None:
-            fused_rows = rows if _arch(torch.device(device)) >= 90 else 0
+            fused_rows = rows if launch.arch(torch.device(device)) >= 90 else 0
         size = (fused_rows * num_heads, blocks, head_dim)
         assert math.prod(size) < 2**31, "kernels count in int32"
         self.max_blocks = blocks
@@ -74,24 +81,23 @@ def attention(
     *,
     max_tokens: int | None = None,
     tiles: Tiles | None = None,
-    asm: bool = True,
+    asm: bool | None = None,
 ) -> Tensor:
     """Attention of q over a layer, row i up to its own position. Source: FlashAttention-2, 3.1.
 
     q, out: fp32 [M, heads, D]; positions, full_from: int32 [M], on the device; max_tokens: more
     than any position, by default all that the workspace or the cache holds. Up to 16 rows need a
-    workspace. asm: False for the interpreter.
+    workspace. asm: inline assembly, by default as kernels are launched.
     """
-    require_triton()
-
+    asm = launch.way().assembly if asm is None else asm
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
     tokens = min(max_tokens or T, T)
     if tiles is None:
         tiles = tiles_for(
-            M, group, D, kv_heads=kv_heads, tokens=tokens, arch=_arch(q.device),
-            fewest_columns=fewest_columns(),
+            M, group, D, kv_heads=kv_heads, tokens=tokens, arch=launch.arch(q.device),
+            fewest_columns=launch.way().fewest_columns,
         )  # fmt: skip
     if tiles.form == "rows":
         return _attention_rows(q, positions, full_from, cache, out, tiles, asm)
@@ -116,17 +122,13 @@ def _attend_split(
     tiles: Tiles,
     asm: bool,
 ) -> None:
-    from edge_runtime.kernels.cuda import attention_split_kernels as kernels
-    from edge_runtime.kernels.cuda.attention_kernels import COLS, WORDS
-    from edge_runtime.kernels.cuda.combine_kernels import combine
-
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
     assert workspace.values.shape[0] >= M * heads, "the workspace is not made for fused tiles"
     words = tiles.form == "words"
     splits = -(-tokens // (tiles.split * KV_BLOCK))
-    kernels.attend_split[-(-M * group // tiles.queries) * splits, kv_heads](
+    attend_split[-(-M * group // tiles.queries) * splits, kv_heads](
         q,
         positions,
         full_from,
@@ -145,7 +147,7 @@ def _attend_split(
         HP=padded_half(D, tiles.form),
         BQ=tiles.queries,
         SPLIT=tiles.split,
-        FORM=(WORDS if words else COLS).value,
+        FORM=FORMS[tiles.form],
         STAGES=tiles.stages,
         ASM=asm,
         num_warps=tiles.warps,
@@ -178,15 +180,13 @@ def _weigh_blocks(
     tiles: Tiles,
     asm: bool,
 ) -> None:
-    from edge_runtime.kernels.cuda import attention_kernels as kernels
-
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
     words = tiles.form == "words"
     keys = [p.view(torch.int32 if words else torch.uint8) for p in _planes(cache)[:2]]
     splits = -(-tokens // (tiles.split * KV_BLOCK))
-    kernels.weigh_blocks[-(-M * group // tiles.queries) * splits, kv_heads](
+    weigh_blocks[-(-M * group // tiles.queries) * splits, kv_heads](
         q,
         positions,
         full_from,
@@ -205,7 +205,7 @@ def _weigh_blocks(
         HP=padded_half(D, tiles.form),
         BQ=tiles.queries,
         SPLIT=tiles.split,
-        FORM=(kernels.WORDS if words else kernels.COLS).value,
+        FORM=FORMS[tiles.form],
         STAGES=tiles.stages,
         ASM=asm,
         num_warps=tiles.warps,
@@ -223,12 +223,10 @@ def _add_values(
     tiles: Tiles,
     asm: bool,
 ) -> None:
-    from edge_runtime.kernels.cuda import attention_values_kernels as kernels
-
     M, heads, D = out.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
-    kernels.add_values[value_slices(tiles, D), kv_heads, -(-M * group // tiles.columns)](
+    add_values[value_slices(tiles, D), kv_heads, -(-M * group // tiles.columns)](
         positions,
         full_from,
         *_planes(cache)[2:],
@@ -262,12 +260,10 @@ def _attention_rows(
     tiles: Tiles,
     asm: bool,
 ) -> Tensor:
-    from edge_runtime.kernels.cuda import prefill_attention_kernels as kernels
-
     M, heads, D = q.shape
     kv_heads, T = cache.key_scale.shape
     group = heads // kv_heads
-    kernels.attend_rows[-(-M * group // tiles.queries), kv_heads](
+    attend_rows[-(-M * group // tiles.queries), kv_heads](
         q,
         positions,
         full_from,
@@ -299,20 +295,3 @@ def softmax_scale(head_dim: int) -> float:
 
 def _planes(cache: LayerCache) -> tuple[Tensor, ...]:
     return cache.key_base, cache.key_refine, cache.value_base, cache.value_refine
-
-
-@functools.cache
-def _arch(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 87
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@functools.cache
-def fewest_columns() -> int:
-    """Columns of an int8 product, at least, in this Triton."""
-    import triton
-
-    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    return 8 if version >= (3, 5) else 16

@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda import floats, numeric
+from edge_runtime.kernels.cuda.attention_tiles import FORMS
 from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum
 from edge_runtime.kernels.cuda.numeric import codes_of, quantiser
 from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
 
-WORDS, COLS, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WORDS, COLS, ROWS = (tl.constexpr(FORMS[name]) for name in ("words", "cols", "rows"))
 BLOCK = tl.constexpr(64)
 MAGIC, MAGIC_BITS = floats.MAGIC, floats.MAGIC_BITS
 HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0

@@ -14,6 +14,7 @@ FEWEST_PROGRAMS = 256  # of one warp: eight for each scheduler of an Orin with 8
 DECODE_ROWS = 16  # more rows go through the form that keeps no weights
 FEWEST_WARPS = 64  # of the values: two for each scheduler of an Orin with 8 SMs
 
+FORMS = {"words": 0, "cols": 1, "rows": 2}  # as constants of the kernels
 COMBINE_WIDTH, COMBINE_STAGES = 64, 3  # blocks of a step, steps in flight
 
 

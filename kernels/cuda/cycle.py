@@ -19,10 +19,11 @@ from torch import Tensor
 
 from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda import cycle_kernels as kernels
 from edge_runtime.kernels.cuda import ngram, sampling
 from edge_runtime.kernels.cuda.graphs import Graphs
+from edge_runtime.kernels.cuda.launch import Kernel
 from edge_runtime.kernels.cuda.passes import CudaCache, Pass
+from edge_runtime.kernels.cuda.sizes import REPORT_HEADER, REPORT_IDS
 from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA
 from edge_runtime.kernels.sampling import Parameters
 
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
     from edge_runtime.kernels.cuda.backend import CudaBackend
     from edge_runtime.kernels.cuda.logits import Room
 
-WIDTH, HEADER = kernels.WIDTH.value, kernels.HEADER.value
+draft_row = Kernel("cycle_kernels", "draft_row")
+verify_rows = Kernel("cycle_kernels", "verify_rows")
+accept = Kernel("cycle_kernels", "accept")
+
+WIDTH, HEADER = REPORT_IDS, REPORT_HEADER
 ROWS = MAX_GAMMA + 1
 Kind = tuple[int, int, int, str, int]  # base tokens, looked-up ones, bucket, choice, forced
 
@@ -164,22 +169,22 @@ class CudaCycles:
         self._host.copy_(self._report, non_blocking=True)
 
     def _draft_row(self, step: int) -> None:
-        kernels.draft_row[(1,)](
+        draft_row[(1,)](
             self._state,
             self._tokens,
             self._chosen(1)[0],
             self._drafted,
             *self._inputs,
             self._settings.ints,
+            self._recent,
             STEP=step,
-            RECENT=self._recent,
             BLOCK=KV_BLOCK,
             SAMPLED=self._choice != "greedy",
             num_warps=1,
         )
 
     def _verify(self, base: int, rows: int, bucket: int, *, looked: bool, forced: int) -> None:
-        kernels.verify_rows[(1,)](
+        verify_rows[(1,)](
             self._state,
             self._tokens,
             self._drafted,
@@ -193,7 +198,7 @@ class CudaCycles:
             num_warps=1,
         )
         self._run(self._target, rows, bucket)
-        kernels.accept[(1,)](
+        accept[(1,)](
             self._state,
             self._tokens,
             self._inputs[0],
@@ -201,10 +206,11 @@ class CudaCycles:
             self._looked.count,
             self._forced,
             self._report,
+            forced,
             BASE=base,
             ROWS=rows,
             LOOKED=looked,
-            FORCED=forced,
+            FORCED=forced > 0,
             WIDTH=WIDTH,
             num_warps=1,
         )

@@ -9,22 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edge_runtime.kernels.cuda.sizes import REPORT_HEADER
+
 LENGTH, COUNT = tl.constexpr(0), tl.constexpr(1)  # of the state: tokens known, cycles done
-WIDTH = tl.constexpr(16)  # ids of a report, as many as a power of two holds
-HEADER = tl.constexpr(4)  # numbers before them: tokens, drafted, finite, unused
+HEADER = tl.constexpr(REPORT_HEADER)
 NEVER = tl.constexpr(2**31 - 1)  # first full token of a row that reads base planes alone
 
 
 @triton.jit
-def _full_from(position, RECENT: tl.constexpr, BLOCK: tl.constexpr):
-    """`layout.full_from`; RECENT: -1 kv8, 0 kv4."""
-    if RECENT < 0:
-        first = position * 0
-    elif RECENT == 0:
-        first = position * 0 + NEVER
-    else:
-        first = tl.maximum(0, position + 1 - RECENT) // BLOCK * BLOCK
-    return first
+def _full_from(position, recent, BLOCK: tl.constexpr):
+    """`layout.full_from`; recent: -1 kv8, 0 kv4."""
+    first = tl.maximum(0, position + 1 - tl.maximum(recent, 0)) // BLOCK * BLOCK
+    first = tl.where(recent < 0, 0, first)
+    return tl.where(recent == 0, NEVER, first)
 
 
 @triton.jit
@@ -37,8 +34,8 @@ def draft_row(
     position_ptr,  # int32 [1], out
     full_from_ptr,  # int32 [1], out
     sampled_ptr,  # int64 [1, 3], `sampling.Settings.ints`; its position, out
+    recent,
     STEP: tl.constexpr,
-    RECENT: tl.constexpr,
     BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
@@ -51,7 +48,7 @@ def draft_row(
         tl.store(drafted_ptr + STEP - 1, token)
     tl.store(id_ptr, token)
     tl.store(position_ptr, position)
-    tl.store(full_from_ptr, _full_from(position, RECENT, BLOCK))
+    tl.store(full_from_ptr, _full_from(position, recent, BLOCK))
     if SAMPLED:
         tl.store(sampled_ptr + 1, (position + 1).to(tl.int64))
 
@@ -93,8 +90,9 @@ def accept(
     choice_ptr,  # int32 [ROWS], what the target chose after each
     finite_ptr,  # int32 [ROWS]
     looked_ptr,  # int32 [1], how many tokens a look-up found
-    forced_ptr,  # int32 [FORCED], tokens accepted in turns, whatever was chosen
+    forced_ptr,  # int32 [num_forced], tokens accepted in turns, whatever was chosen
     report_ptr,  # int32 [2, HEADER + WIDTH]
+    num_forced,
     BASE: tl.constexpr,
     ROWS: tl.constexpr,
     LOOKED: tl.constexpr,
@@ -113,8 +111,8 @@ def accept(
     guess = tl.load(id_ptr + r + 1, mask=r < ROWS - 1, other=-1)
     differs = (guess != chosen) | (r >= drafted)
     taken = tl.min(tl.where(differs, r, WIDTH), 0)
-    if FORCED > 0:
-        taken = tl.minimum(tl.load(forced_ptr + cycle % FORCED), drafted)
+    if FORCED:
+        taken = tl.minimum(tl.load(forced_ptr + cycle % num_forced), drafted)
         chosen = tl.where(r < taken, guess, chosen)
     tl.store(token_ptr + length + r, chosen, mask=r <= taken)
     report_ptr += cycle % 2 * (HEADER + WIDTH)

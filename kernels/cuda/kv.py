@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edge_runtime.kernels.cuda import require_triton
 from edge_runtime.kernels.cuda.attention import softmax_scale
 from edge_runtime.kernels.cuda.attention_tiles import padded_half
 from edge_runtime.kernels.cuda.cache import LayerCache
+from edge_runtime.kernels.cuda.launch import Kernel
+
+rope_kv_kernel = Kernel("kv_kernels", "rope_kv")
 
 
 def rope_kv(
@@ -29,13 +31,10 @@ def rope_kv(
     [tokens, D/2]; out: fp32 [M, heads, D], the rotated q; head_norms: fp32 [D] of q and of k;
     rotate_kv: R3, for which D is a power of two. Source of the nesting: BitNest A.2.
     """
-    require_triton()
-    from edge_runtime.kernels.cuda import kv_kernels as kernels
-
     M, heads, D = out.shape
     kv_heads, T = cache.key_scale.shape
     q_norm, k_norm = head_norms or (cos, cos)
-    kernels.rope_kv[M, heads + 2 * kv_heads](
+    rope_kv_kernel[M, heads + 2 * kv_heads](
         qkv,
         positions,
         cos,

@@ -18,10 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda import launch
+from edge_runtime.kernels.cuda.launch import Kernel
 from edge_runtime.kernels.cuda.tiles import Tile, choose
 from edge_runtime.kernels.layout import padded
 from edge_runtime.kernels.ops import LinearWeights, View
+
+linear_mma = Kernel("linear_kernels", "linear_mma")
+linear_dot4 = Kernel("linear_kernels", "linear_dot4")
+linear_prompt = Kernel("prompt_kernels", "linear_prompt")
+sum_digits = Kernel("prompt_kernels", "sum_digits")
 
 MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
 MAX_SMALL_ROWS = 16
@@ -126,13 +132,10 @@ def takes_digits(M: int, group_size: int) -> bool:
 
 def digits_of(sums: Tensor, out: Digits | None = None) -> Digits:
     """Return int32 sums [M, Kp/G] as digits, in `out` if given (its rows may be more than M)."""
-    require_triton()
-    from edge_runtime.kernels.cuda import prompt_kernels
-
     M, groups = sums.shape
     out = new_digits(M, groups, sums.device) if out is None else out
     rows = out.total.shape[0]
-    prompt_kernels.sum_digits[(rows // 32,)](
+    sum_digits[(rows // 32,)](
         sums, *out, M, groups, rows, *sums.stride(), GP=out.digits.shape[2], BLOCK=32, num_warps=1
     )
     return out
@@ -159,10 +162,10 @@ def linear(
     assert M >= 1, M
     if out is None:
         out = torch.empty(M, N, dtype=torch.float32, device=codes.device)
-    kernels = _kernels()
+    way = launch.way()
     if tile is None:
-        arch = _arch(codes.device)
-        tile = choose(arch, view, M, N, weight.group_size, kernels.MIN_COLUMNS)
+        arch = way.arch(codes.device)
+        tile = choose(arch, view, M, N, weight.group_size, way.fewest_columns)
     bias = weight.scale if weight.bias is None else weight.bias
     tail = (weight.scale, bias, out if residual is None else residual, out)
     flags: dict[str, Any] = {
@@ -171,7 +174,7 @@ def linear(
         "BIAS": weight.bias is not None,
         "RESIDUAL": residual is not None,
         "BN": tile.rows,
-        "ASM": not kernels.INTERPRETED,
+        "ASM": way.assembly,
         "num_warps": tile.warps,
         "maxnreg": tile.max_registers if weight.group_size == 128 else None,
         "enable_fp_fusion": False,
@@ -182,12 +185,12 @@ def linear(
     assert isinstance(sums, Tensor), f"{tile} takes sums as they are"
     tensors = (codes, sums, x_scale, weight.base, weight.refine)
     if tile.form == "dot4" and M == 1 and weight.mult_rows is not None and weight.row_tile == 1:
-        _launch_dot4(kernels, tensors, weight, tail, flags, tile)
+        _launch_dot4(tensors, weight, tail, flags, tile)
         return out
     assert tile.form == "mma", f"{tile} for {M} rows, by-row multipliers: {weight.mult_rows}"
     groups = weight.mult.shape[0]
     grid = (-(-N // tile.rows) * -(-M // tile.columns),)
-    kernels.linear_mma[grid](
+    linear_mma[grid](
         *tensors,
         weight.mult,
         *tail,
@@ -207,7 +210,6 @@ def linear(
 
 
 def _launch_dot4(
-    kernels: Any,
     tensors: tuple[Tensor, ...],
     weight: DeviceLinear,
     tail: tuple[Tensor, ...],
@@ -216,7 +218,7 @@ def _launch_dot4(
 ) -> None:
     codes, sums, x_scale, base, refine = tensors
     N, quads = weight.num_outputs, weight.num_inputs // 32
-    kernels.linear_dot4[(-(-N // tile.rows),)](
+    linear_dot4[(-(-N // tile.rows),)](
         codes.view(torch.int32),
         sums,
         x_scale,
@@ -241,12 +243,10 @@ def _launch_prompt(
     flags: dict[str, Any],
     tile: Tile,
 ) -> None:
-    from edge_runtime.kernels.cuda import prompt_kernels
-
     M, N = codes.shape[0], weight.num_outputs
     if isinstance(sums, Tensor):
         sums = digits_of(sums)
-    prompt_kernels.linear_prompt[(-(-N // tile.rows) * -(-M // tile.columns),)](
+    linear_prompt[(-(-N // tile.rows) * -(-M // tile.columns),)](
         codes,
         *sums,
         x_scale,
@@ -266,18 +266,3 @@ def _launch_prompt(
         STAGES=tile.stages,
         **flags,
     )
-
-
-def _kernels() -> Any:
-    """Import Triton and the kernels on first use, so that this module needs neither."""
-    require_triton()
-    from edge_runtime.kernels.cuda import linear_kernels
-
-    return linear_kernels
-
-
-def _arch(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0  # the interpreter
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

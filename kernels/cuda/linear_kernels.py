@@ -13,9 +13,6 @@ import triton.language as tl
 
 from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-MIN_COLUMNS = 8 if _VERSION >= (3, 5) else 16  # of an int8 tl.dot
-
 
 @triton.jit
 def _group(acc, w, r, xl, xh, start, mult, W8: tl.constexpr, ASM: tl.constexpr):
@@ -254,6 +251,3 @@ def linear_dot4(
     if RESIDUAL:
         y += tl.load(residual_ptr + cn)
     tl.store(y_ptr + rn, y, mask=mask)
-
-
-INTERPRETED = not isinstance(linear_mma, triton.JITFunction)

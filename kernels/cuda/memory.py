@@ -18,7 +18,7 @@ from torch import Tensor
 
 from edge_runtime import machine
 from edge_runtime.errors import BudgetError
-from edge_runtime.kernels.cuda import sizes
+from edge_runtime.kernels.cuda import launch, sizes
 
 # of the driver, of Triton, of torch on a CPU; on a Jetson torch may die of asking NVML instead
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "NVML_SUCCESS")
@@ -65,9 +65,9 @@ def pool(device: torch.device | None = None) -> Pool:
     device = device or usual_device()
     if device.type != "cuda":
         free, total = machine.available_bytes(), machine.total_bytes()
-        return Pool(arch=87, discrete=False, free_bytes=free, total_bytes=total)
+        return Pool(arch=launch.arch(device), discrete=False, free_bytes=free, total_bytes=total)
     found = torch.cuda.get_device_properties(device)
-    arch = 10 * found.major + found.minor
+    arch = launch.arch(device)
     if found.is_integrated:  # asked first: on such a chip the driver's free is another thing
         free, total = machine.available_bytes(), machine.total_bytes()
         return Pool(arch=arch, discrete=False, free_bytes=free, total_bytes=total)

@@ -7,12 +7,8 @@ times fewer fp64 operations than fp32 ones.
 
 from __future__ import annotations
 
-from edge_runtime.kernels.cuda import require_triton
-
-require_triton()
-
-import triton  # noqa: E402 (the line above says what to install)
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 LN2 = tl.constexpr(float.fromhex("0x1.62e42fefa39efp-1"))
 ROUND64 = tl.constexpr(6755399441055744.0)  # 1.5 · 2^52

@@ -1,21 +1,17 @@
 """The floating-point sequences of `kernels/reference/numeric.py` as Triton functions, same bits.
 
 Invariant: IEEE fp32 with round to nearest even and no fused multiply-add, so every kernel that
-calls these is launched with `enable_fp_fusion=False` (`EXACT`). What it does not do: decide which
-NaN comes out; a value that is NaN in the reference is NaN here.
+calls these is launched with `enable_fp_fusion=False` (`launch.EXACT`). What it does not do: decide
+which NaN comes out; a value that is NaN in the reference is NaN here.
 """
 
 from __future__ import annotations
 
-from edge_runtime.kernels.cuda import require_triton
+import triton
+import triton.language as tl
+
 from edge_runtime.kernels.layout import LANES as _LANES
 
-require_triton()
-
-import triton  # noqa: E402 (the line above says what to install)
-import triton.language as tl  # noqa: E402
-
-EXACT = {"enable_fp_fusion": False}  # launch options of a kernel whose fp32 steps are the contract
 LANES = tl.constexpr(_LANES)
 TINY = tl.constexpr(2.0**-100)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds |x| < 2^22 to the nearest even

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv, power_of_two
 from edge_runtime.kernels.sampling import Parameters
 
-require_triton()
-
-import triton  # noqa: E402 (the line above says what to install)
-
-from edge_runtime.kernels.cuda import sampling_kernels as kernels  # noqa: E402
-from edge_runtime.kernels.cuda.numeric import EXACT  # noqa: E402
+peaks_kernel = Kernel("sampling_kernels", "peaks_kernel")
+scores_kernel = Kernel("sampling_kernels", "scores_kernel")
+screen_kernel = Kernel("sampling_kernels", "screen_kernel")
+decide_kernel = Kernel("sampling_kernels", "decide_kernel")
+sums_kernel = Kernel("sampling_kernels", "sums_kernel")
+cut_kernel = Kernel("sampling_kernels", "cut_kernel")
+draw_kernel = Kernel("sampling_kernels", "draw_kernel")
+combine_kernel = Kernel("sampling_kernels", "combine_kernel")
 
 BLOCK = 1024  # tokens of one program
 GROUP = 128  # tokens that are computed in fp64 together
@@ -85,7 +87,7 @@ class Room:
 
 def new_room(rows: int, num_tokens: int, device: torch.device | str, *, truncate: bool) -> Room:
     """Allocate room for `rows` choices; truncate: with top-k or top-p."""
-    blocks = triton.cdiv(num_tokens, BLOCK)
+    blocks = cdiv(num_tokens, BLOCK)
     groups = blocks * (BLOCK // GROUP)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +131,7 @@ def sample(
     assert logits.is_contiguous()
     assert stride >= num_tokens
     r = out or new_room(rows, num_tokens, logits.device, truncate=truncate)
-    blocks = triton.cdiv(num_tokens, BLOCK)
+    blocks = cdiv(num_tokens, BLOCK)
     source = (
         logits,
         logits if seen is None else seen,
@@ -139,28 +141,26 @@ def sample(
     )
     sizes = (num_tokens, stride, blocks)
     flags = {"HAS_SEEN": seen is not None, "HAS_ALLOWED": allowed is not None, "BLOCK": BLOCK}
-    all_blocks = triton.next_power_of_2(blocks)
-    kernels.peaks_kernel[(rows, blocks)](
-        *source, r.peaks, r.flags, *sizes, **flags, num_warps=4, **EXACT
-    )
+    all_blocks = power_of_two(blocks)
+    peaks_kernel[(rows, blocks)](*source, r.peaks, r.flags, *sizes, **flags, num_warps=4, **EXACT)
     if truncate:
         assert r.scores is not None
         assert r.sorted is not None
         assert r.order is not None
-        kernels.scores_kernel[(rows, blocks)](
+        scores_kernel[(rows, blocks)](
             *source, r.peaks, r.scores, *sizes, **flags, BLOCKS=all_blocks, num_warps=4, **EXACT
         )
         torch.sort(r.scores, dim=-1, descending=True, stable=True, out=(r.sorted, r.order))
         _draw_sorted(r, settings, num_tokens, blocks, all_blocks)
         return r
     groups = r.bounds.shape[2]
-    kernels.screen_kernel[(rows, blocks)](
+    screen_kernel[(rows, blocks)](
         *source, r.peaks, r.bounds, *sizes, groups, **flags, BLOCKS=all_blocks, GROUP=GROUP,
         num_warps=4, **EXACT,
     )  # fmt: skip
-    kernels.decide_kernel[(rows,)](
+    decide_kernel[(rows,)](
         *source, r.peaks, r.flags, r.bounds, r.index, r.finite, *sizes, groups, **flags,
-        BLOCKS=all_blocks, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP, num_warps=4,
+        BLOCKS=all_blocks, GROUPS=power_of_two(groups), GROUP=GROUP, num_warps=4,
         **EXACT,
     )  # fmt: skip
     return r
@@ -171,17 +171,17 @@ def _draw_sorted(
 ) -> None:
     """Cut the sorted scores and draw among those that are left."""
     rows = r.index.shape[0]
-    kernels.sums_kernel[(rows, blocks)](
+    sums_kernel[(rows, blocks)](
         r.sorted, settings.ints, r.sums, num_tokens, blocks, BLOCK=BLOCK, num_warps=4, **EXACT
     )
-    kernels.cut_kernel[(rows,)](
+    cut_kernel[(rows,)](
         r.sorted, r.sums, settings.ints, settings.floats, r.mass, r.keep, num_tokens, blocks,
         BLOCKS=all_blocks, GROUP=GROUP, num_warps=2, **EXACT,  # with 4 Triton 3.6 spills on sm_87
     )  # fmt: skip
-    kernels.draw_kernel[(rows, blocks)](
+    draw_kernel[(rows, blocks)](
         r.sorted, r.order, settings.ints, settings.floats, r.keep, r.peaks, r.bounds, num_tokens,
         blocks, BLOCK=BLOCK, num_warps=4, **EXACT,
     )  # fmt: skip
-    kernels.combine_kernel[(rows,)](
+    combine_kernel[(rows,)](
         r.peaks, r.bounds, r.flags, r.index, r.finite, blocks, BLOCKS=all_blocks, num_warps=1
     )

@@ -12,6 +12,7 @@ from edge_runtime.kernels.layout import (
     CHUNK_ROWS,
     KV_BLOCK,
     MAX_GAMMA,
+    kv_half_per_token_bytes,
     kv_stored_per_token_bytes,
     padded,
 )
@@ -26,6 +27,11 @@ ATTENTION_BLOCKS = 16  # blocks of tokens are padded to it in attention's worksp
 LOGIT_ROWS = MAX_GAMMA + 1  # of which logits have a place of their own
 DIGIT_GROUPS = 32  # groups of digits of sums are padded to it
 SILU_CHUNK = 1024  # numbers of a feed-forward row that have a common peak
+REPORT_IDS = 16  # of a cycle's report, as many as a power of two holds
+REPORT_HEADER = 4  # numbers before them: tokens, drafted, finite, unused
+HALF_CHUNK_ROWS = 1024  # of a prompt that pass through 16-bit weights together
+HALF_SPLIT = 128  # tokens of the shortest split of attention over a 16-bit cache
+SDPA_BYTES = 16 << 20  # what it takes where it splits the tokens of a prompt: 132 programs' worth
 MOST_GRAPHS = 64  # that a cache keeps
 # on a GPU with memory of its own: the context of a process (about 620 MiB were seen on an H200),
 # then kernels and graphs (20 graphs of 30 layers took 26 MiB)
@@ -95,3 +101,40 @@ def cache(geometry: Geometry, capacity: int, arch: int) -> int:
     blocks = -(-capacity // KV_BLOCK)
     of_attention = attention_block(geometry.num_heads, geometry.head_dim, arch)
     return blocks * KV_BLOCK * per_token + padded(blocks, ATTENTION_BLOCKS) * of_attention
+
+
+def half_registers(
+    hidden: int, q_size: int, kv_size: int, intermediate: int, vocabulary: int
+) -> int:
+    """Bytes of the 16-bit registers that the programs of an unquantised model share: x, its norm,
+    qkv, q, att, gate_up, their product, and logits."""
+    widths = [hidden, q_size + 2 * kv_size, q_size, q_size, 2 * intermediate]
+    widths += {hidden, intermediate}
+    rows = sum(piece(HALF_CHUNK_ROWS * 2 * width) for width in widths)
+    return rows + piece(LOGIT_ROWS * 2 * vocabulary)
+
+
+def half_prompt(q_size: int, num_heads: int, rows: int) -> int:
+    """Bytes that SDPA takes for a chunk of a prompt: its answer, twice, a sum a vector, and splits
+    of tokens."""
+    return rows * (2 * 2 * q_size + 4 * num_heads) + SDPA_BYTES
+
+
+def half_attention_block(num_heads: int, head_dim: int) -> int:
+    """Bytes of attention's workspace over a block of a 16-bit cache, at most: of each query vector
+    half a split's values, maximum and sum."""
+    return SMALL_ROWS * num_heads * 4 * (head_dim + 2) * KV_BLOCK // HALF_SPLIT
+
+
+def half_cache(geometry: Geometry, capacity: int) -> int:
+    """Bytes of a 16-bit cache and of attention's workspace."""
+    g, blocks = geometry, -(-capacity // KV_BLOCK)
+    per_token = kv_half_per_token_bytes(g.num_layers, g.num_kv_heads, g.head_dim)
+    of_attention = half_attention_block(g.num_heads, g.head_dim)
+    return blocks * KV_BLOCK * per_token + padded(blocks, HALF_SPLIT // KV_BLOCK) * of_attention
+
+
+def cublas(arch: int) -> int:
+    """Bytes that torch gives cuBLAS to work in: once for the stream of launches, once for that of
+    captures. Source: c10 of torch 2.4 to 2.9, CUBLAS_WORKSPACE_CONFIG's default."""
+    return 2 * (32 << 20 if arch >= 90 else (8 << 20) + (128 << 10))

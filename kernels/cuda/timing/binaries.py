@@ -50,13 +50,13 @@ def save(sizes: Sizes, folder: Path, arch: int = ORIN) -> list[dict[str, Any]]:
 
 
 def _linears(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]:
-    from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+    from edge_runtime.kernels.cuda.launch import triton_columns
 
     row_tile = ROW_TILES.get(arch, ROW_TILES[ORIN])
     for name, (N, K) in s.linears.items():
         for view in VIEWS:
             for most in MAX_ROWS:
-                tile = choose(arch, view, most, N, s.group_size, MIN_COLUMNS)
+                tile = choose(arch, view, most, N, s.group_size, triton_columns())
                 groups = -(-K // s.group_size)
                 flags = {"bias": name == "qkv" and s.qkv_bias, "residual": name in ADDED_TO}
                 compiled = compile_linear(
@@ -82,13 +82,13 @@ def _rope(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]
 
 def _attention(s: Sizes, arch: int) -> Iterator[tuple[str, dict[str, Any], Compiled]]:
     """The walk over keys, and over values where that is a kernel of its own."""
-    from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+    from edge_runtime.kernels.cuda.launch import triton_columns
 
     group, D = s.heads // s.kv_heads, s.head_dim
     for most in ATTENTION_ROWS:
         tiles = tiles_for(
             most, group, D, kv_heads=s.kv_heads, tokens=s.tokens, arch=arch,
-            fewest_columns=MIN_COLUMNS,
+            fewest_columns=triton_columns(),
         )  # fmt: skip
         facts = {"group": group, "head_dim": D, "max_rows": most, "tiles": asdict(tiles)}
         first = compile_attention(tiles, D, group, arch=arch)

@@ -88,9 +88,9 @@ class Loaded:
     @classmethod
     def build(cls, view: View, N: int, K: int, M: int, group: int) -> Loaded:
         """Compile and load: the cubin on an Orin, elsewhere the PTX, which the driver compiles."""
-        from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+        from edge_runtime.kernels.cuda.launch import triton_columns
 
-        tile = choose(ORIN, view, M, N, group, MIN_COLUMNS)
+        tile = choose(ORIN, view, M, N, group, triton_columns())
         built = compile_linear(
             tile, view, group, groups=-(-K // group), row_tile=ROW_TILES[ORIN],
             even=N % tile.rows == 0,

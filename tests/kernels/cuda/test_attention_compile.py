@@ -17,7 +17,7 @@ SHARED_PER_WARP = 18 * 1024  # nine warps and more share an SM
 SCRIPT = """
 import json, sys
 from edge_runtime.kernels.cuda import attention_binary as binary
-from edge_runtime.kernels.cuda.attention import fewest_columns
+from edge_runtime.kernels.cuda.launch import triton_columns
 from edge_runtime.kernels.cuda.attention_tiles import tiles_for
 from edge_runtime.kernels.cuda.compile import inspect
 what, arguments = json.loads(sys.argv[1])
@@ -27,7 +27,7 @@ else:
     rows, group, D, columns, tiles_of = arguments
     tiles = tiles_for(
         rows, group, D, kv_heads=32 // group, arch=tiles_of,
-        fewest_columns=max(columns, fewest_columns()),
+        fewest_columns=max(columns, triton_columns()),
     )
     build = {"keys": binary.compile_attention, "values": binary.compile_values}[what]
     compiled = build(tiles, D, group)

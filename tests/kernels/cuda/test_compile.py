@@ -25,14 +25,14 @@ COMPILE = """
 import json, pathlib, sys
 from edge_runtime.kernels.cuda.compile import inspect
 from edge_runtime.kernels.cuda.linear_binary import compile_linear
-from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+from edge_runtime.kernels.cuda.launch import triton_columns
 from edge_runtime.kernels.cuda.tiles import HOPPER, ORIN, ROW_TILES
 
 folder = pathlib.Path(sys.argv[1])
 lines = ORIN + tuple(line for line in HOPPER if line.tile.form == "dot4")
 rows = []
 for view, tile, least in dict.fromkeys((ln.view, ln.tile, ln.min_group) for ln in lines):
-    if tile.form == "mma" and tile.columns < MIN_COLUMNS:
+    if tile.form == "mma" and tile.columns < triton_columns():
         continue
     for G in (32, 64, 128):
         if G < least or G != 64 and tile.form == "dot4":

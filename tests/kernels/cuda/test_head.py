@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -92,18 +89,3 @@ def test_ngram_look_up(device: str) -> None:
         assert out.ids[: int(out.count)].tolist() == want, (text, head, gamma)
         found += bool(want)
     assert found > 10
-
-
-@pytest.mark.parametrize("name", ["activations", "embedding", "head", "ngram", "sampling"])
-def test_without_triton_the_reason_is_given(name: str) -> None:
-    program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from edge_runtime.errors import BackendUnavailable\n"
-        "import edge_runtime.kernels.cuda\n"
-        f"try: import edge_runtime.kernels.cuda.{name}\n"
-        "except BackendUnavailable as error: print(error.message)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "Triton, which is not installed" in done.stdout

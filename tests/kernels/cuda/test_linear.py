@@ -42,9 +42,9 @@ def run(
     """The launcher, into a poisoned output with a guard row behind it."""
     M, N = codes.shape[0], len(w.scale)
     if tile is not None and tile.form == "mma":
-        from edge_runtime.kernels.cuda.linear_kernels import MIN_COLUMNS
+        from edge_runtime.kernels.cuda.launch import triton_columns
 
-        tile = tile._replace(columns=max(tile.columns, MIN_COLUMNS))
+        tile = tile._replace(columns=max(tile.columns, triton_columns()))
     on = codes.to(device)
     out = torch.full((M + 1, N), float("nan"), device=device)
     weight = cuda.DeviceLinear.from_weights(w, device, row_tile=row_tile, dot4=True)

@@ -111,7 +111,7 @@ def test_noise_and_functions_have_the_bits_of_the_definition(device: str) -> Non
     device_of(device)
     from triton_noise import functions_kernel
 
-    from edge_runtime.kernels.cuda.numeric import EXACT
+    from edge_runtime.kernels.cuda.launch import EXACT
 
     n, seed, position = 4096, 2**63 + 12345, 2**32 + 77
     ids = np.arange(n)

@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from edge_runtime.errors import (
 )
 
 if TYPE_CHECKING:
+    from edge_runtime.cli.progress import Progress
     from edge_runtime.convert.pipeline import ConvertOptions
     from edge_runtime.convert.source import Source
     from edge_runtime.format.manifest import Manifest
@@ -126,6 +128,11 @@ def parse_bound(text: str) -> float | None:
     show_default=True,
     help="What computes; this version has torch on the CPU only.",
 )
+@click.option(
+    "--synthetic",
+    is_flag=True,
+    help="Random weights in the shape of SRC, for speed and memory; SRC is what `plan` takes.",
+)
 @json_option
 def command(
     src: str,
@@ -139,6 +146,7 @@ def command(
     calib_tokens: int,
     seed: int,
     backend: str,
+    synthetic: bool,
     as_json: bool,
 ) -> None:
     """Turn a model into a nested checkpoint.
@@ -147,6 +155,11 @@ def command(
     is in memory at a time. After an interruption the same command continues.
     """
     require_torch("conversion")
+    if synthetic:
+        from edge_runtime.cli import convert_synthetic
+
+        convert_synthetic.run(src, user_path(out), as_json)
+        return
     from edge_runtime.cli.model import source_path
     from edge_runtime.convert.pipeline import ConvertOptions
     from edge_runtime.format.writer import refuse_taken
@@ -181,8 +194,8 @@ def require_torch(what: str) -> None:
 def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
     """Convert with progress on stderr. Raises what `open_source` and `Conversion` raise."""
     from edge_runtime.convert.calibrate import calibration_documents
+    from edge_runtime.convert.pipeline import Conversion
     from edge_runtime.convert.source import open_source
-    from edge_runtime.decode.memory import peak_rss_bytes
 
     if options.calibration is not None:
         calibration_documents(options.calibration)  # refuse a bad file before anything is read
@@ -193,9 +206,20 @@ def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
         for warning in source.warnings:
             log.warning("%s", warning)
         _announce(source, path, out, options)
-        manifest = _run(source, out, options)
+
+        def work(progress: Progress) -> Manifest:
+            return Conversion(source, out, options, progress).run()
+
+        manifest = run_work(work, out)
     finally:
         source.close()
+    return measured(manifest, out, started)
+
+
+def measured(manifest: Manifest, out: Path, started: float) -> Converted:
+    """Return a conversion that began at `started` (`time.perf_counter`) with what it cost."""
+    from edge_runtime.decode.memory import peak_rss_bytes
+
     return Converted(
         manifest=manifest,
         seconds=time.perf_counter() - started,
@@ -224,17 +248,16 @@ def _announce(source: Source, path: Path, out: Path, options: ConvertOptions) ->
     )
 
 
-def _run(source: Source, out: Path, options: ConvertOptions) -> Manifest:
+def run_work(work: Callable[[Progress], Manifest], out: Path) -> Manifest:
     """Run a conversion; what the disk refuses is told as an error, an interruption as a promise."""
     from safetensors import SafetensorError
 
     from edge_runtime.cli.progress import Progress
-    from edge_runtime.convert.pipeline import Conversion
 
     partial = out.with_name(out.name + ".partial")
     try:
         with Progress() as progress:
-            return Conversion(source, out, options, progress).run()
+            return work(progress)
     except KeyboardInterrupt:
         if partial.is_dir():
             log.warning(
@@ -271,6 +294,7 @@ def report_document(done: Converted, out: Path) -> dict[str, object]:
         "group_size": m.group_size,
         "clipped_share": m.clipped_share,
         "agreement": msgspec.to_builtins(m.agreement),
+        "synthetic": m.synthetic is not None,
     }
 
 

@@ -42,15 +42,7 @@ def check(
     spec: ModelSpec, group_size: int, rotation: str, calibration_tokens: int, out: Path
 ) -> None:
     """Refuse a conversion that cannot end. Raises BudgetError with the numbers."""
-    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    need = checkpoint_bytes(spec, group_size, rotation)
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise BudgetError(
-            f"disk: the converted model takes {need / 1e9:.2f} GB, {folder} has "
-            f"{free / 1e9:.2f} GB free",
-            "choose another -o DIR or free some space",
-        )
+    check_disk(spec, group_size, rotation, out)
     memory = conversion_bytes(spec, calibration_tokens)
     available = psutil.virtual_memory().available
     if memory > available:
@@ -58,4 +50,19 @@ def check(
             f"memory: conversion needs about {memory / 2**30:.1f} GiB, "
             f"{available / 2**30:.1f} GiB are available",
             "lower --calib-tokens, close other programs, or convert on a larger machine",
+        )
+
+
+def check_disk(spec: ModelSpec, group_size: int, rotation: str, out: Path) -> None:
+    """Refuse a checkpoint that the disk has no room for. Raises BudgetError with the numbers."""
+    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    partial = out.with_name(out.name + ".partial")  # of a run that is continued
+    written = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
+    need = max(0, checkpoint_bytes(spec, group_size, rotation) - written)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise BudgetError(
+            f"disk: the converted model takes {need / 1e9:.2f} GB, {folder} has "
+            f"{free / 1e9:.2f} GB free",
+            "choose another -o DIR or free some space",
         )

@@ -19,6 +19,7 @@ from edge_runtime.kernels.layout import GROUP_SIZES, padded
 
 FORMAT = "bitnest"
 VERSION = 1
+SYNTHETIC_VERSION = 2  # of checkpoints of random weights: readers that do not know of them refuse
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -66,8 +67,20 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     positions: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything about a checkpoint except the bytes of its planes and its tokenizer."""
+class Synthetic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A checkpoint of random weights, for speed and memory: no model."""
+
+    shape: str  # whose sizes it has
+    seed: int
+
+
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Everything about a checkpoint except the bytes of its planes and its tokenizer.
+
+    Either `options` say how a model was converted, or it is `synthetic`.
+    """
 
     format: str
     version: int
@@ -75,12 +88,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     text: TextSpec
     group_size: int
     rotation: Rotation
-    options: Options
+    options: Options | None
     provenance: dict[str, str]
     tokenizer_sha256: str
     planes: dict[str, Plane]
     clipped_share: float
     agreement: Agreement | None
+    synthetic: Synthetic | None = None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -117,7 +131,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f'{where}: expected "format": "{FORMAT}", got something else',
             "is this the folder of a converted model?",
         )
-    if head.get("version") != VERSION:
+    if head.get("version") not in (VERSION, SYNTHETIC_VERSION):
         raise CheckpointError(
             f"{where}: expected format version {VERSION}, got {head.get('version')!r}",
             "a newer version of bitnest-edge made it: upgrade, or convert the model again",
@@ -135,6 +149,7 @@ RECONVERT = "the file was changed or damaged: convert the model again"
 
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Compare the planes with what the spec calls for."""
+    _check_origin(manifest, where)
     check_spec(manifest.spec, where)
     if manifest.group_size not in GROUP_SIZES:
         raise CheckpointError(
@@ -166,6 +181,20 @@ def check_manifest(manifest: Manifest, where: str) -> None:
             raise CheckpointError(f"{where}: plane {name!r}: bad file name {plane.file!r}")
     if extra := sorted(set(manifest.planes) - set(expected)):
         raise CheckpointError(f"{where}: unknown plane {extra[0]!r}", RECONVERT)
+
+
+def _check_origin(manifest: Manifest, where: str) -> None:
+    synthetic = manifest.synthetic is not None
+    if manifest.version != (SYNTHETIC_VERSION if synthetic else VERSION):
+        raise CheckpointError(
+            f"{where}: expected format version {VERSION}, or {SYNTHETIC_VERSION} of a synthetic "
+            f"checkpoint, got {manifest.version}",
+            RECONVERT,
+        )
+    if synthetic != (manifest.options is None) or (synthetic and manifest.agreement is not None):
+        raise CheckpointError(
+            f"{where}: expected options, or synthetic without options and agreement", RECONVERT
+        )
 
 
 def _check_shares(manifest: Manifest, where: str) -> None:

@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from safetensors.numpy import save_file
 
 from edge_runtime.errors import CheckpointError, UsageError
 from edge_runtime.format.manifest import MANIFEST, TOKENIZER, Manifest, Plane
+from edge_runtime.format.stream import Shapes, ShardStream
 
 DTYPE_NAMES = {"uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "float32": "F32"}
 RESUME = "resume"  # what only a continued conversion needs; removed last
@@ -77,6 +79,13 @@ class CheckpointWriter:
         temporary.replace(file)
         write_atomic(self._report(shard), msgspec.json.encode(report))
 
+    @contextlib.contextmanager
+    def stream(self, shard: str, shapes: Shapes) -> Iterator[ShardStream]:
+        """Write one shard in pieces, then its report: its planes, hashed on the way."""
+        with ShardStream(self.partial / f"{shard}.safetensors", shapes) as stream:
+            yield stream
+        write_atomic(self._report(shard), msgspec.json.encode(stream.planes()))
+
     def read_shard(self, shard: str) -> dict[str, npt.NDArray[Any]]:
         """Read back a shard that an earlier run wrote. Raises CheckpointError if it is damaged."""
         file = self.partial / f"{shard}.safetensors"
@@ -105,10 +114,11 @@ class CheckpointWriter:
                 )
         return entries
 
-    def finish(self, manifest: Manifest, tokenizer_json: str, report: Any) -> None:
+    def finish(self, manifest: Manifest, tokenizer_json: str, report: Any = None) -> None:
         """Write manifest, tokenizer and report, clear what only a resume needs, rename."""
         write_atomic(self.partial / TOKENIZER, tokenizer_json.encode())
-        write_atomic(self.partial / "report.json", _pretty(report))
+        if report is not None:
+            write_atomic(self.partial / "report.json", _pretty(report))
         write_atomic(self.partial / MANIFEST, _pretty(manifest))
         for file in self.partial.glob("*.tmp"):
             file.unlink()

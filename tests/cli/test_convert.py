@@ -46,7 +46,9 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
         "group_size",
         "clipped_share",
         "agreement",
+        "synthetic",
     }
+    assert document["synthetic"] is False
     assert set(document["agreement"]) == {
         "target_original",
         "draft_target",

@@ -104,11 +104,12 @@ class CudaCycles:
             made = sampling.Settings.of([parameters] * ROWS, [0] * ROWS, device)
             self._settings.ints.copy_(made.ints)
             self._settings.floats.copy_(made.floats)
-        if len(forced) != self._num_forced:
-            self._graphs.clear()  # they hold the tensor
+        if len(forced) != self._num_forced:  # graphs hold the tensor
+            self._graphs.clear()
             self._num_forced = len(forced)
+            self._forced = torch.zeros(max(1, len(forced)), dtype=torch.int32, device=device)
         if forced:
-            self._forced = torch.tensor(list(forced), dtype=torch.int32, device=device)
+            self._forced.copy_(torch.tensor(list(forced), dtype=torch.int32))
 
     def launch(self, base: int, look_up: int, most_tokens: int) -> None:
         """Enqueue a cycle of `base` draft steps and up to `look_up` tokens by look-up.

@@ -120,13 +120,14 @@ def test_forced_acceptance(opened: Callable[..., Engine]) -> None:
     engine.generate(TEXT, max_new_tokens=1, ignore_eos=True).complete()
     cycles = engine.device_cycles()
     assert cycles is not None
-    cycles.begin([*TEXT, 5], Sampling(), forced=[3, 0, 2])
-    known, found = len(TEXT) + 1, []
-    for _ in range(4):
-        cycles.launch(3, 0, known)
-        cycle = cycles.read()
-        found.append(len(cycle.tokens))
-        known += len(cycle.tokens)
-        assert cycle.drafted == 3
-        assert cycle.seconds > 0
-    assert found == [4, 1, 3, 4]
+    for pattern, want in (([3, 0, 2], [4, 1, 3, 4]), ([1, 1, 0], [2, 2, 1])):
+        cycles.begin([*TEXT, 5], Sampling(), forced=pattern)
+        known, found = len(TEXT) + 1, []
+        for _ in want:
+            cycles.launch(3, 0, known)
+            cycle = cycles.read()
+            found.append(len(cycle.tokens))
+            known += len(cycle.tokens)
+            assert cycle.drafted == 3
+            assert cycle.seconds > 0
+        assert found == want

@@ -121,9 +121,9 @@ class Synthesis:
             for number, shard in enumerate(self.shards):
                 self._progress(number, len(self.shards), self._describe(number))
                 if not self.writer.has(shard):
-                    with self.writer.stream(shard, self._shapes(shard)) as stream:
+                    with self.writer.stream(shard, self.shapes(shard)) as stream:
                         self._fill(stream)
-            manifest = self._manifest()
+            manifest = self.manifest()
             self.writer.finish(manifest, self._tokenizer)
             self._progress(len(self.shards), len(self.shards), "done")
             return manifest
@@ -136,7 +136,8 @@ class Synthesis:
         layers = self.spec.num_layers
         return f"layer {number} of {layers}" if number <= layers else "LM head"
 
-    def _shapes(self, shard: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def shapes(self, shard: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of every plane of a shard."""
         prefix = f"layers.{int(shard[6:])}." if shard.startswith("layer-") else shard + "."
         planes = fmt.expected_planes(self.spec, self.group_size, self.rotation.kind)
         with_r1 = "r1" if shard == "embed" else prefix
@@ -209,7 +210,8 @@ class Synthesis:
 
         return bits
 
-    def _manifest(self) -> fmt.Manifest:
+    def manifest(self) -> fmt.Manifest:
+        """Return the manifest of the shards, which are all written."""
         planes: dict[str, fmt.Plane] = {}
         for shard in self.shards:
             planes |= msgspec.convert(self.writer.read_report(shard), dict[str, fmt.Plane])

@@ -32,12 +32,12 @@ class ShardStream:
         self._temporary = file.with_suffix(".tmp")
         header, at = {}, 0
         self._next: dict[str, int] = {}  # where the next bytes of a plane go
-        self._ends: dict[str, int] = {}
+        self.ends: dict[str, int] = {}  # of planes, after the header
         for name in sorted(shapes, key=lambda n: -DTYPES[shapes[n][0]]):
             dtype, shape = shapes[name]
             end = at + math.prod(shape) * DTYPES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-            self._next[name], self._ends[name], at = at, end, end
+            self._next[name], self.ends[name], at = at, end, end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._head = len(text).to_bytes(8, "little") + text
@@ -61,7 +61,7 @@ class ShardStream:
         """Give the file its name; after an error remove it."""
         try:
             if kind is None:
-                assert self._next == self._ends, "planes that are not complete"
+                assert self._next == self.ends, "planes that are not complete"
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._temporary.replace(self._path)

@@ -283,6 +283,19 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     )
 
 
+def original_source(manifest: Manifest, original: str | None) -> Source:
+    """Open the model that a checkpoint was made from. Raises UsageError for another one."""
+    from edge_runtime.convert.source import open_source
+
+    source = open_source(_original_path(manifest, original))
+    try:
+        _check_same_model(source, manifest)
+    except UsageError:
+        source.close()
+        raise
+    return source
+
+
 def _original_path(manifest: Manifest, original: str | None) -> Path:
     if original is not None:
         return source_path(original)

@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": "Complete one prompt.",
     "plan": "Say what fits a device, how fast, and why, before anything is loaded.",
     "profile": "Measure speed, memory and energy side by side; prove the longest context.",
+    "eval": "Measure how good a model is, and how much of its draft is accepted.",
     "power": "Watch the power rails, or sum up a log of them.",
     "bench": "Measure speed against what this machine's memory allows.",
     "selftest": "Prove exactness on this model and this machine.",

@@ -34,18 +34,19 @@ def draft_row(
     position_ptr,  # int32 [1], out
     full_from_ptr,  # int32 [1], out
     sampled_ptr,  # int64 [1, 3], `sampling.Settings.ints`; its position, out
+    step,
     recent,
-    STEP: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
-    """The row of draft step STEP; what the step before chose is noted."""
-    position = tl.load(state_ptr + LENGTH) - 1 + STEP
-    if STEP == 0:
+    """The row of a draft step, the first or a later one; what the step before chose is noted."""
+    position = tl.load(state_ptr + LENGTH) - 1 + step
+    if FIRST:
         token = tl.load(token_ptr + position)
     else:
         token = tl.load(choice_ptr)
-        tl.store(drafted_ptr + STEP - 1, token)
+        tl.store(drafted_ptr + step - 1, token)
     tl.store(id_ptr, token)
     tl.store(position_ptr, position)
     tl.store(full_from_ptr, _full_from(position, recent, BLOCK))
@@ -57,44 +58,44 @@ def draft_row(
 def verify_rows(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity]
-    drafted_ptr,  # int32 [WIDTH], BASE of them
+    drafted_ptr,  # int32 [WIDTH], `base` of them
     looked_ptr,  # int32 [WIDTH or less], ids that a look-up found after those
-    id_ptr,  # int32 [ROWS], out
-    position_ptr,  # int32 [ROWS], out
-    full_from_ptr,  # int32 [ROWS], out
-    sampled_ptr,  # int64 [ROWS, 3]
-    BASE: tl.constexpr,
-    ROWS: tl.constexpr,
+    id_ptr,  # int32 [rows], out
+    position_ptr,  # int32 [rows], out
+    full_from_ptr,  # int32 [rows], out
+    sampled_ptr,  # int64 [rows, 3]
+    base,
+    rows,
     SAMPLED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The last token, then the draft: ROWS rows."""
+    """The last token, then the draft: so many rows."""
     r = tl.arange(0, WIDTH)
     last = tl.load(state_ptr + LENGTH) - 1
     token = tl.load(token_ptr + last + 0 * r)
-    base = tl.load(drafted_ptr + r - 1, mask=(r > 0) & (r <= BASE), other=0)
-    looked = tl.load(looked_ptr + r - 1 - BASE, mask=(r > BASE) & (r < ROWS), other=0)
-    token = tl.where(r == 0, token, tl.where(r <= BASE, base, looked))
-    tl.store(id_ptr + r, token, mask=r < ROWS)
-    tl.store(position_ptr + r, last + r, mask=r < ROWS)
-    tl.store(full_from_ptr + r, 0 * r, mask=r < ROWS)
+    drafted = tl.load(drafted_ptr + r - 1, mask=(r > 0) & (r <= base), other=0)
+    looked = tl.load(looked_ptr + r - 1 - base, mask=(r > base) & (r < rows), other=0)
+    token = tl.where(r == 0, token, tl.where(r <= base, drafted, looked))
+    tl.store(id_ptr + r, token, mask=r < rows)
+    tl.store(position_ptr + r, last + r, mask=r < rows)
+    tl.store(full_from_ptr + r, 0 * r, mask=r < rows)
     if SAMPLED:
-        tl.store(sampled_ptr + r * 3 + 1, (last + 1 + r).to(tl.int64), mask=r < ROWS)
+        tl.store(sampled_ptr + r * 3 + 1, (last + 1 + r).to(tl.int64), mask=r < rows)
 
 
 @triton.jit
 def accept(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity + WIDTH]
-    id_ptr,  # int32 [ROWS], what was verified
-    choice_ptr,  # int32 [ROWS], what the target chose after each
-    finite_ptr,  # int32 [ROWS]
+    id_ptr,  # int32 [rows], what was verified
+    choice_ptr,  # int32 [rows], what the target chose after each
+    finite_ptr,  # int32 [rows]
     looked_ptr,  # int32 [1], how many tokens a look-up found
     forced_ptr,  # int32 [num_forced], tokens accepted in turns, whatever was chosen
     report_ptr,  # int32 [2, HEADER + WIDTH]
     num_forced,
-    BASE: tl.constexpr,
-    ROWS: tl.constexpr,
+    base,
+    rows,
     LOOKED: tl.constexpr,
     FORCED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -103,12 +104,12 @@ def accept(
     r = tl.arange(0, WIDTH)
     length = tl.load(state_ptr + LENGTH)
     cycle = tl.load(state_ptr + COUNT)
-    drafted = BASE
+    drafted = cycle * 0 + base
     if LOOKED:
-        drafted = BASE + tl.load(looked_ptr)
-    chosen = tl.load(choice_ptr + r, mask=r < ROWS, other=0)
-    finite = tl.load(finite_ptr + r, mask=r < ROWS, other=1)
-    guess = tl.load(id_ptr + r + 1, mask=r < ROWS - 1, other=-1)
+        drafted += tl.load(looked_ptr)
+    chosen = tl.load(choice_ptr + r, mask=r < rows, other=0)
+    finite = tl.load(finite_ptr + r, mask=r < rows, other=1)
+    guess = tl.load(id_ptr + r + 1, mask=r < rows - 1, other=-1)
     differs = (guess != chosen) | (r >= drafted)
     taken = tl.min(tl.where(differs, r, WIDTH), 0)
     if FORCED:

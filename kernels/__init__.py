@@ -119,9 +119,16 @@ def choose_backend(name: str, head_dim: int = 0, heads_per_kv: int = 0) -> tuple
 
 
 def open_backend(
-    name: str, weights: ModelWeights, geometry: Geometry, threads: int | None = None
+    name: str,
+    weights: ModelWeights,
+    geometry: Geometry,
+    threads: int | None = None,
+    layout: str = "nest",
 ) -> Backend:
-    """Make a backend that `choose_backend` has approved; threads: of a CPU, None: the default."""
+    """Make a backend that `choose_backend` has approved; threads: of a CPU, None: the default.
+
+    layout: how cuda holds the model (`plan.footprint`): nest, w8 or two_copies; others nest it.
+    """
     if name == "cpu":
         from edge_runtime.kernels.cpu import library
         from edge_runtime.kernels.cpu.backend import CpuBackend
@@ -130,9 +137,11 @@ def open_backend(
         return CpuBackend(weights, geometry, threads or usable_cores(), library.choose_isa())
     if name == "cuda":
         from edge_runtime.kernels.cuda.backend import CudaBackend
+        from edge_runtime.kernels.cuda.half_backend import Kv16Backend, TwoCopiesBackend
 
-        return CudaBackend(weights, geometry)
-    assert name == "reference", name
+        backends = {"nest": CudaBackend, "w8": Kv16Backend, "two_copies": TwoCopiesBackend}
+        return backends[layout](weights, geometry)
+    assert (name, layout) == ("reference", "nest"), (name, layout)
     from edge_runtime.kernels.reference.ops import ReferenceBackend
 
     return ReferenceBackend(weights, geometry, threads)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from edge_runtime.decode.engine import Engine
     from edge_runtime.format.manifest import Manifest
     from edge_runtime.format.reader import Checkpoint
+    from edge_runtime.model.runner import Model
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class EngineOptions:
     reserve: int | None = None
     threads: int | None = None
     original: str | None = None
+    layout: str = "nest"  # no option: measurements compare others with it
 
 
 def run_options(command: F) -> F:
@@ -240,6 +242,7 @@ def _open(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         budget_bytes=options.budget,
         reserve_bytes=options.reserve or 0,
         threads=options.threads,
+        layout=options.layout,
     )
 
 
@@ -248,28 +251,22 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     from edge_runtime.cli.convert import require_torch
 
     require_torch("--view fp")
-    if options.backend not in ("auto", "reference"):
-        raise UsageError(f"--view fp runs on the reference backend only, got {options.backend}")
-    from edge_runtime.convert.original import float_model
-    from edge_runtime.convert.source import open_source
+    backend, why = _float_backend(options.backend)
     from edge_runtime.decode.draft import choose_draft
     from edge_runtime.decode.engine import Engine
     from edge_runtime.decode.memory import fit_context
+    from edge_runtime.kernels.cuda.sizes import HALF_CHUNK_ROWS
+    from edge_runtime.model.runner import DEFAULT_CHUNK
     from edge_runtime.text.tokenizer import Tokenizer
 
     manifest = checkpoint.manifest
     context = fit_context(
-        manifest.spec, options.ctx, "reference", options.budget, options.reserve or 0, view="fp"
+        manifest.spec, options.ctx, backend, options.budget, options.reserve or 0, view="fp"
     )
     if options.ctx == "auto":
         context = min(FLOAT_CONTEXT, context)
-    draft = choose_draft(options.draft, options.draft_source, "fp", "reference")
-    source = open_source(_original_path(manifest, options.original))
-    try:
-        _check_same_model(source, manifest)
-        model = float_model(source, context)
-    finally:
-        source.close()
+    draft = choose_draft(options.draft, options.draft_source, "fp", backend)
+    model = _float_model(checkpoint, options.original, backend, context)
     if options.threads is not None:
         log.warning("--threads has no effect with --view fp")
     return Engine(
@@ -279,8 +276,41 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         view="fp",
         context=context,
         draft=draft,
-        backend_why="the unquantised model runs in plain torch",
+        backend_why=why,
+        chunk=HALF_CHUNK_ROWS if backend == "cuda" else DEFAULT_CHUNK,
     )
+
+
+def _float_backend(name: str) -> tuple[str, str]:
+    """Return where the unquantised model runs, and why. Raises UsageError, BackendUnavailable."""
+    from edge_runtime import kernels
+
+    if name not in ("auto", "reference", "cuda"):
+        raise UsageError(f"--view fp runs on the backends reference and cuda, got {name}")
+    if name == "cuda":
+        kernels.choose_backend(name)
+    if name == "cuda" or (name == "auto" and kernels.cuda_status()[0]):
+        return "cuda", "the unquantised model runs in 16 bits"
+    return "reference", "the unquantised model runs in plain torch"
+
+
+def _float_model(checkpoint: Checkpoint, original: str | None, backend: str, context: int) -> Model:
+    from edge_runtime.convert import half
+    from edge_runtime.convert.original import float_model
+
+    manifest = checkpoint.manifest
+    spec, num_tokens = manifest.spec, manifest.text.num_tokens
+    if manifest.synthetic is not None and original is None and backend == "cuda":
+        return half.open_model(
+            half.from_planes(checkpoint.plane, manifest, context), spec, num_tokens
+        )
+    source = original_source(manifest, original)
+    try:
+        if backend == "cuda":
+            return half.open_model(half.from_source(source, context), spec, num_tokens)
+        return float_model(source, context)
+    finally:
+        source.close()
 
 
 def original_source(manifest: Manifest, original: str | None) -> Source:

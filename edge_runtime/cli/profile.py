@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from edge_runtime.measure.profile import Wishes
 
 T = TypeVar("T")
-MODES = ("fp16", "w8", "w4", "nest")
+MODES = ("fp16", "w8-kv16", "two-copy", "w8", "w4", "nest")  # as `measure.worker` runs them
 CONTEXTS = (512, 2048)
 MAX_ITEMS = 16
 IDLE_S = 3.0  # of quiet, before the first run, for energy net of idle
@@ -59,6 +59,7 @@ def listed(what: str, parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...
 
 
 def _mode(text: str) -> str:
+    text = "fp16" if text == "fp" else text
     if text not in MODES:
         raise ValueError(f"{cut(text)!r} is no mode; expected some of {','.join(MODES)}")
     return text
@@ -90,7 +91,8 @@ def _gamma(text: str) -> int | None:
     default="fp16,w8,w4,nest",
     show_default=True,
     metavar="LIST",
-    help="Of fp16 (the unquantised model), w8, w4, nest.",
+    help="Of fp16 (the unquantised model), w8, w4, nest; on cuda also w8-kv16 (w8 over a 16-bit "
+    "cache) and two-copy (a draft with planes of its own).",
 )
 @click.option(
     "--context",
@@ -171,7 +173,7 @@ def _check(asked: dict[str, Any]) -> None:
     energy = asked["energy"] or asked["require_energy"]
     vain = {
         "--power-source": asked["power_source"] is not None and not energy,
-        "--gamma": asked["gammas"] is not None and "nest" not in asked["modes"],
+        "--gamma": asked["gammas"] is not None and not {"nest", "two-copy"} & {*asked["modes"]},
         "--original": asked["original"] is not None and "fp16" not in asked["modes"],
     }
     needs = {"--power-source": "--energy", "--gamma": "nest in --modes", "--original": "fp16"}

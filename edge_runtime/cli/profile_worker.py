@@ -60,10 +60,12 @@ def _fail(error: BitnestError, *, out_of_memory: bool) -> None:
 @contextlib.contextmanager
 def _engine(job: Any) -> Iterator[Any]:
     from edge_runtime.cli.model import EngineOptions, open_model
+    from edge_runtime.measure.worker import LAYOUTS, ModeName
 
-    fp = any(way.mode == "fp16" for way in job.ways)
+    mode: ModeName = job.ways[0].mode if job.ways else "nest"
+    fp = mode == "fp16"
     options = EngineOptions(
-        backend="auto" if fp else job.backend,
+        backend="reference" if fp and job.backend == "cpu" else job.backend,
         view="fp" if fp else "nest",
         draft="off" if fp else "auto",
         draft_source=job.draft_source,
@@ -73,6 +75,7 @@ def _engine(job: Any) -> Iterator[Any]:
         reserve=job.reserve_bytes,
         threads=None if fp else job.threads,
         original=job.original,
+        layout=LAYOUTS.get(mode, "nest"),
     )
     with open_model(job.model, options) as engine:
         yield engine

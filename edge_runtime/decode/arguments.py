@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from edge_runtime import paths
 from edge_runtime.errors import UsageError, cut
+from edge_runtime.plan.footprint import Layout
 
 MAX_THREADS = 256
 MAX_DIGITS = 18  # of a number that means something
@@ -44,6 +45,16 @@ def quantised_view(value: Any) -> None:
             f"view: expected nest, w8 or w4, got {shown(value)}",
             "view fp runs the unquantised source: bitnest-edge … --view fp --original SRC",
         )
+
+
+def layout(value: Any, backend: str) -> Layout:
+    """Return how a backend is to hold a model. Raises UsageError."""
+    names = ("nest", "w8", "two_copies")
+    if word("layout", value) not in names:
+        raise UsageError(f"layout: expected {', '.join(names)}, got {shown(value)}")
+    if value != "nest" and backend != "cuda":
+        raise UsageError(f"layout {value} is there on the cuda backend only, not on {backend}")
+    return cast(Layout, value)
 
 
 def thread_count(value: Any) -> int:

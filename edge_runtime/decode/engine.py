@@ -33,6 +33,7 @@ from edge_runtime.kernels.ops import Cycles, RunsCycles, View
 from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
 from edge_runtime.model.transformer import geometry
+from edge_runtime.plan.footprint import Layout
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ class Engine:
         backend_why: str = "",
         chunk: int = DEFAULT_CHUNK,
         group_size: int = 0,
+        layout: Layout = "nest",
         watch: MemoryWatch | None = None,
     ) -> None:
         """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`."""
@@ -71,7 +73,7 @@ class Engine:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
         self.backend_name, self.backend_why = model.backend.name, backend_why
-        self.chunk, self.group_size = chunk, group_size
+        self.chunk, self.group_size, self.layout = chunk, group_size, layout
         self.draft_share = DRAFT_SHARE.get(self.backend_name, USUAL_SHARE)
         self.governor = Governor(
             StepTimes(self.draft_share),
@@ -107,12 +109,13 @@ class Engine:
         budget_bytes: int | None = None,
         reserve_bytes: int = 0,
         threads: int | None = None,
+        layout: str = "nest",
     ) -> Engine:
         """Open a converted model, by its folder or already opened.
 
         view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick of the
-        contract) or w4. draft: auto, off or 0…7. Raises CheckpointError, BackendUnavailable,
-        BudgetError, UsageError.
+        contract) or w4. draft: auto, off or 0…7. layout: on cuda also w8 (over a 16-bit cache) or
+        two_copies, to compare. Raises CheckpointError, BackendUnavailable, BudgetError, UsageError.
         """
         arguments.quantised_view(view)
         if threads is not None:
@@ -126,21 +129,19 @@ class Engine:
         name, why = kernels.choose_backend(
             arguments.word("backend", backend), spec.head_dim, spec.num_heads // spec.num_kv_heads
         )
+        held = arguments.layout(layout, name)
         context = fit_context(
-            spec,
-            ctx,
-            name,
-            budget_bytes,
-            reserve_bytes,
+            spec, ctx, name, budget_bytes, reserve_bytes,
+            layout=held,
             group_size=manifest.group_size,
             threads=threads,
-        )
+        )  # fmt: skip
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)
         choice = choose_draft(arguments.word("draft", draft), source, view, name)
         tokenizer = load_tokenizer(path)
         return cls(
-            load_model(path, name, context, threads),
+            load_model(path, name, context, threads, held),
             tokenizer,
             manifest.text,
             view=cast(Views, view),
@@ -149,6 +150,7 @@ class Engine:
             policy=policy,
             backend_why=why,
             group_size=manifest.group_size,
+            layout=held,
             watch=MemoryWatch(reserve_bytes),
         )
 
@@ -355,7 +357,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return tokenizer
 
 
-def load_model(checkpoint: Checkpoint, backend: str, context: int, threads: int | None) -> Model:
+def load_model(
+    checkpoint: Checkpoint,
+    backend: str,
+    context: int,
+    threads: int | None,
+    layout: Layout = "nest",
+) -> Model:
     """Bring the weights of a checkpoint to a backend that `kernels.choose_backend` has named."""
     manifest = checkpoint.manifest
     rotation = manifest.rotation
@@ -363,7 +371,7 @@ def load_model(checkpoint: Checkpoint, backend: str, context: int, threads: int 
     shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=rotation.r3)
     return Model(
         manifest.spec,
-        kernels.open_backend(backend, weights, shape, threads),
+        kernels.open_backend(backend, weights, shape, threads, layout),
         r1=None if rotation.kind == "none" else checkpoint.plane("r1"),
         r1_scale=rotation.scale,
     )

@@ -18,6 +18,7 @@ from edge_runtime.errors import BudgetError, UsageError
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.cuda.sizes import CONTEXT_BYTES
 from edge_runtime.plan import footprint
+from edge_runtime.plan.footprint import Layout
 
 
 def fit_context(
@@ -28,6 +29,7 @@ def fit_context(
     reserve_bytes: int,
     *,
     view: str = "nest",
+    layout: Layout = "nest",
     group_size: int | None = None,
     threads: int | None = None,
 ) -> int:
@@ -35,7 +37,9 @@ def fit_context(
 
     Raises BudgetError with the numbers, UsageError for an impossible value.
     """
-    account = account_here(spec, backend, view=view, group_size=group_size, threads=threads)
+    account = account_here(
+        spec, backend, view=view, layout=layout, group_size=group_size, threads=threads
+    )
     available = room_bytes(account.fixed["runtime"], reserve_bytes, backend)
     limit = available if budget_bytes is None else min(available, budget_bytes)
     fixed, fits = account.fixed_bytes, account.max_context(limit)
@@ -71,17 +75,23 @@ def account_here(
     backend: str,
     *,
     view: str = "nest",
+    layout: Layout = "nest",
     group_size: int | None = None,
     threads: int | None = None,
 ) -> footprint.Footprint:
-    """Make the account of an engine on this machine, with the GPU it would run on."""
+    """Make the account of an engine on this machine, with the GPU it would run on.
+
+    layout: of the quantised views; the fp view is fp16 on a GPU, fp32 elsewhere.
+    """
     gpu: dict[str, Any] = {}
     if backend == "cuda":
         found = _gpu_pool()
         gpu = {"arch": found.arch, "discrete": found.discrete}
+    if view == "fp":
+        layout = "fp16" if backend == "cuda" else "fp"
     return footprint.footprint(
         spec,
-        layout="fp" if view == "fp" else "nest",
+        layout=layout,
         backend=backend,
         group_size=group_size,
         threads=threads,

@@ -18,7 +18,7 @@ import msgspec
 from edge_runtime.measure import child, state
 from edge_runtime.measure.child import Event, Outcome
 from edge_runtime.measure.energy import Joules
-from edge_runtime.measure.worker import Job, ModeName, Way
+from edge_runtime.measure.worker import DRAFTING, Job, ModeName, Way
 
 Progress = Callable[[int, int, str], None]
 PHASES = ("prefill", "draft", "verify")
@@ -37,15 +37,14 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
         """Return the job of one child process."""
         return msgspec.structs.replace(self.job, ways=tuple(ways), prompt_tokens=prompt_tokens)
 
-    def ways(self) -> list[Way]:
-        """Ways that share an engine, in the order of the table."""
-        found: list[Way] = []
+    def groups(self) -> list[list[Way]]:
+        """Ways in the order of the table: those that share the nest's engine, then the others."""
+        found: dict[str, list[Way]] = {}
         for mode in self.modes:
-            if mode == "nest":
-                found += [Way(mode="nest", gamma=g) for g in self.gammas]
-            elif mode != "fp16":
-                found.append(Way(mode=mode))
-        return found
+            for gamma in self.gammas if mode in DRAFTING else (None,):
+                way = Way(mode=mode, gamma=gamma)
+                found.setdefault(way.group, []).append(way)
+        return sorted(found.values(), key=lambda ways: ways[0].group != "nest")
 
 
 def default_text() -> str:
@@ -66,8 +65,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure everything that was wished for; return `rows`, `state` and `warnings`."""
     before = state.snapshot()
-    groups = [group for group in (wishes.ways(), _fp16(wishes)) if group]
-    todo = [(context, ways) for context in wishes.contexts for ways in groups]
+    todo = [(context, ways) for context in wishes.contexts for ways in wishes.groups()]
     count = sum(len(ways) for _, ways in todo) * (wishes.job.repeats + 1)
     shown = _Shown(progress, count)
     rows: list[dict[str, Any]] = []
@@ -78,7 +76,7 @@ def measure(
             wishes.job_of(ways, context),
             floor_bytes=wishes.job.reserve_bytes,
             on_event=shown,
-            may_fail=ways[0].mode == "fp16",
+            may_fail=ways[0].group != "nest",
         )
         if energy is not None:
             _count_warm_up(outcome, energy)
@@ -109,10 +107,6 @@ class _Shown:
             what = f"{event['way']} at {self.context} tokens"
             self.progress(self.done, self.count, what)
         self.done += event["event"] == "run"
-
-
-def _fp16(wishes: Wishes) -> list[Way]:
-    return [Way(mode="fp16")] if "fp16" in wishes.modes else []
 
 
 def window(way: Way, context: int, phase: str) -> str:

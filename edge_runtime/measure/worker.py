@@ -16,15 +16,20 @@ from edge_runtime import machine
 from edge_runtime.decode.draft import DraftChoice, choose_draft
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.memory import account_here
+from edge_runtime.plan.footprint import Layout
 
-ModeName = Literal["fp16", "w8", "w4", "nest"]
+ModeName = Literal["fp16", "w8-kv16", "two-copy", "w8", "w4", "nest"]
+LAYOUTS: dict[ModeName, Layout] = {
+    "w8-kv16": "w8",
+    "two-copy": "two_copies",
+}  # engines of their own
+DRAFTING: tuple[ModeName, ...] = ("nest", "two-copy")
 CHARACTERS = 8  # of text a token, more than any tokenizer needs on average
-MODES: tuple[ModeName, ...] = ("fp16", "w8", "w4", "nest")
 Emit = Callable[[dict[str, Any]], None]
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to decode: a mode and, for nest, the tokens drafted each cycle."""
+    """One way to decode: a mode and, where it drafts, the tokens drafted each cycle."""
 
     mode: ModeName
     gamma: int | None = None  # None: the governor's choice
@@ -32,7 +37,12 @@ class Way(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def name(self) -> str:
         """As a table shows it."""
-        return self.mode if self.mode != "nest" or self.gamma is None else f"nest γ={self.gamma}"
+        return self.mode if self.gamma is None else f"{self.mode} γ={self.gamma}"
+
+    @property
+    def group(self) -> str:
+        """Ways of the same group share an engine: the nest's, or one of their own."""
+        return self.mode if self.mode == "fp16" or self.mode in LAYOUTS else "nest"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +84,7 @@ def run(engine: Engine, job: Job, emit: Emit) -> None:
         engine.model.spec,
         engine.backend_name,
         view=engine.view,
+        layout=engine.layout,
         group_size=engine.group_size or None,
         threads=job.threads,
     )
@@ -82,7 +93,9 @@ def run(engine: Engine, job: Job, emit: Emit) -> None:
             "event": "open",
             "backend": engine.backend_name,
             "backend_why": engine.backend_why,
-            "policy": str(engine.policy),
+            "policy": "kv16"
+            if engine.view == "fp" or engine.layout == "w8"
+            else str(engine.policy),
             "planned_bytes": account.total_bytes(engine.context),
             "block_bytes": account.block_bytes,
             "context": engine.context,
@@ -123,7 +136,7 @@ def _set_way(engine: Engine, job: Job, way: Way) -> None:
     if way.mode == "fp16":
         return  # an engine of its own
     engine.target_view = "w4" if way.mode == "w4" else "w8"
-    if way.mode == "nest":
+    if way.mode in DRAFTING:
         wanted = "auto" if way.gamma is None else str(way.gamma)
         engine.draft = choose_draft(wanted, job.draft_source, "nest", engine.backend_name)
         engine.governor.use_base = engine.draft.source != "ngram"

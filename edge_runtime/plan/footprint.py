@@ -11,6 +11,7 @@ target, nested KV), `fp` (the unquantised view: fp32 in torch).
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -95,6 +96,29 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def half_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the unquantised model's tensors, matrices fused as linears are, in the
+    order in which they are brought to a device. ".norm" belongs to the linear that it feeds; a tied
+    head is not there."""
+    H, matrices = spec.hidden_size, linear_shapes(spec)
+    head = matrices.pop("head")
+    shapes: dict[str, tuple[int, ...]] = {"embed": head}
+    if not spec.tied_embedding:
+        shapes["head"] = head
+    shapes["head.norm"] = (H,)
+    biases = {"qkv": spec.qkv_bias, "o": spec.o_bias}
+    for name, shape in matrices.items():
+        prefix, _, role = name.rpartition(".")
+        shapes[name] = shape
+        if biases.get(role, spec.mlp_bias):
+            shapes[name + ".bias"] = shape[:1]
+        if role in ("qkv", "gate_up"):
+            shapes[name + ".norm"] = (H,)
+        if role == "qkv" and spec.qk_norm:
+            shapes |= dict.fromkeys((prefix + ".q_norm", prefix + ".k_norm"), (spec.head_dim,))
+    return shapes
+
+
 def layer_linears(spec: ModelSpec) -> list[tuple[int, int]]:
     """Return [out, in] of one layer's linears; all layers are alike."""
     one = linear_shapes(msgspec.structs.replace(spec, num_layers=1))
@@ -160,7 +184,7 @@ def footprint(
         logits = (MAX_GAMMA + 1) * padded(spec.vocab_size, ROW_TILE) * 4
         workspace = CHUNK_ROWS * activation_bytes(spec, G) + logits
     if backend == "cuda":
-        workspace = _cuda_workspace_bytes(spec, G, arch)
+        workspace = _cuda_workspace_bytes(spec, layout, G, arch)
     runtime = runtime_bytes
     if runtime is None:
         runtime = usual_runtime_bytes(spec, backend) if not discrete else DISCRETE_RUNTIME_BYTES
@@ -171,7 +195,7 @@ def footprint(
         "runtime": 0 if discrete else block * LOOKUP_BYTES,
     }
     if backend == "cuda":
-        per_block["workspace"] = sizes.attention_block(spec.num_heads, spec.head_dim, arch)
+        per_block["workspace"] = _cuda_attention_bytes(spec, layout, arch)
     elif backend == "cpu":
         per_block["workspace"] = _attention_block_bytes(spec, threads)
     return Footprint(
@@ -224,13 +248,27 @@ def _attention_block_bytes(spec: ModelSpec, threads: int | None) -> int:
     return 4 * vectors * (spec.head_dim + 2)
 
 
-def _cuda_workspace_bytes(spec: ModelSpec, G: int, arch: int) -> int:
-    """Bytes of a pass's registers, of the logits' room, and of the blocks, at most, that attention
-    has beyond those of the context."""
+def _cuda_workspace_bytes(spec: ModelSpec, layout: Layout, G: int, arch: int) -> int:
+    """Bytes of a pass's registers, of the logits' room, of what libraries take, and of the blocks,
+    at most, that attention has beyond those of the context."""
     widths = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
     logits = sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size)
-    block = sizes.attention_block(spec.num_heads, spec.head_dim, arch)
+    block = _cuda_attention_bytes(spec, layout, arch)
+    if layout == "fp16":
+        prompt = sizes.half_prompt(spec.q_size, spec.num_heads, sizes.HALF_CHUNK_ROWS)
+        registers = sizes.half_registers(*widths, spec.vocab_size)
+        return registers + logits + prompt + sizes.cublas(arch) + block
+    if layout == "w8":
+        prompt = sizes.half_prompt(spec.q_size, spec.num_heads, CHUNK_ROWS)
+        return sizes.registers(*widths, G) + logits + prompt + block
     return sizes.registers(*widths, G) + logits + (sizes.ATTENTION_BLOCKS - 1) * block
+
+
+def _cuda_attention_bytes(spec: ModelSpec, layout: Layout, arch: int) -> int:
+    """Bytes of attention's workspace over a block of the cache of a layout."""
+    if layout in ("fp16", "w8"):
+        return sizes.half_attention_block(spec.num_heads, spec.head_dim)
+    return sizes.attention_block(spec.num_heads, spec.head_dim, arch)
 
 
 def _cuda_weights(spec: ModelSpec, G: int, arch: int, *, refine: bool) -> dict[str, int]:
@@ -302,7 +340,7 @@ def _weights(spec: ModelSpec, layout: Layout, G: int, backend: str, arch: int) -
     """Plain 8-bit weights take what both planes take, with the scales of the nest. Two copies: such
     a target, and a W4 draft with its own scales and head; the embedding is shared."""
     if layout == "fp16":
-        return _fp16_weights(spec, G)
+        return _cuda_half_weights(spec) if backend == "cuda" else _fp16_weights(spec)
     if backend == "cuda":
         nest, w4 = (_cuda_weights(spec, G, arch, refine=refine) for refine in (True, False))
     else:
@@ -315,7 +353,17 @@ def _weights(spec: ModelSpec, layout: Layout, G: int, backend: str, arch: int) -
     return {"draft": w4["base"] + w4["scales"] + w4["head"], **w8}
 
 
-def _fp16_weights(spec: ModelSpec, G: int) -> dict[str, int]:
+def _cuda_half_weights(spec: ModelSpec) -> dict[str, int]:
+    """The unquantised model in the pieces that the cuda backend allocates."""
+    lines = dict.fromkeys(("weights", "embedding", "head", "norms"), 0)
+    for name, shape in half_shapes(spec).items():
+        line = {"embed": "embedding", "head": "head"}.get(name)
+        line = line or ("weights" if len(shape) == 2 else "norms")
+        lines[line] += sizes.piece(2 * math.prod(shape))
+    return lines
+
+
+def _fp16_weights(spec: ModelSpec) -> dict[str, int]:
     layers, layer = spec.num_layers, layer_linears(spec)
     table = 2 * spec.vocab_size * spec.hidden_size
     return {

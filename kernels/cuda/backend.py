@@ -50,16 +50,13 @@ class CudaBackend:
         self._gpu = self.device.type == "cuda"
         found = pool(self.device)
         self._arch, self.discrete = found.arch, found.discrete
-        loaded = model
-        if not isinstance(loaded, weights.DeviceWeights):
-            loaded = weights.load(loaded, self.device, self._arch)
-        group_size = next(iter(loaded.linears.values())).group_size
-        self._passes: Passes | None = Passes(geometry, loaded, group_size, self.device)
+        self._passes: Passes | None = self._new_passes(model)
         self._programs: dict[int, ops.Program] = {}
         self._room: Room | None = None
         self._last: Callable[[], CudaLogits | None] = lambda: None
-        self._host = torch.zeros(3, CHUNK_ROWS, dtype=torch.int32, pin_memory=self._gpu)
-        self._inputs = torch.zeros(3, CHUNK_ROWS, dtype=torch.int32, device=self.device)
+        rows = self._chunk_rows
+        self._host = torch.zeros(3, rows, dtype=torch.int32, pin_memory=self._gpu)
+        self._inputs = torch.zeros(3, rows, dtype=torch.int32, device=self.device)
         self._answers = torch.zeros(2 * sizes.LOGIT_ROWS, dtype=torch.int32, pin_memory=self._gpu)
         self._sampler = Sampler(self.device, self._fetch)
         if self._gpu:  # a wait sleeps: a busy core of an Orin costs joules
@@ -112,8 +109,9 @@ class CudaBackend:
             self.prepare(program)
             logits, room = self._new_logits(program, batch.num_logits)
             first_logit = M - (0 if room is None else batch.num_logits)
-            for first in range(0, M, CHUNK_ROWS):
-                rows = slice(first, min(first + CHUNK_ROWS, M))
+            step = self._chunk_rows
+            for first in range(0, M, step):
+                rows = slice(first, min(first + step, M))
                 one = self._send(batch, rows, cache)
                 begin = max(first, first_logit)
                 if room is not None and begin < rows.stop:
@@ -166,6 +164,21 @@ class CudaBackend:
             "context_bytes": sizes.CONTEXT_BYTES,
         }
 
+    # what other ways to hold a model replace (`half_backend.py`)
+
+    @property
+    def _chunk_rows(self) -> int:
+        return CHUNK_ROWS
+
+    def _on_device(self, model: ops.ModelWeights | weights.DeviceWeights) -> weights.DeviceWeights:
+        if isinstance(model, weights.DeviceWeights):
+            return model
+        return weights.load(model, self.device, self._arch)
+
+    def _new_passes(self, model: ops.ModelWeights | weights.DeviceWeights) -> Passes:
+        loaded = self._on_device(model)
+        return Passes(self.geometry, loaded, loaded.group_size, self.device)
+
     # a pass
 
     def _new_logits(self, program: ops.Program, rows: int) -> tuple[CudaLogits | None, Room | None]:
@@ -202,6 +215,7 @@ class CudaBackend:
         self._inputs.copy_(self._host, non_blocking=True)
         if self._gpu:
             self._copied.record()
+        length = int(host[0, :M].max()) + 1
         return Pass(
             num_rows=M,
             num_logits=0,
@@ -210,7 +224,8 @@ class CudaBackend:
             ids=None if own is not None else self._inputs[2, :M],
             rows=own,
             cache=cache,
-            tokens=cache.bucket(int(host[0, :M].max()) + 1),
+            tokens=cache.bucket(length),
+            length=length,
             logits=None,
         )
 

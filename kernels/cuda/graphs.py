@@ -7,6 +7,7 @@ they wrote to are gone, so are the graphs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -51,7 +52,7 @@ class Graphs:
 def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture launches; nothing runs."""
     graph = torch.cuda.CUDAGraph()
-    with _no_collection(), torch.cuda.stream(torch.cuda.Stream()):
+    with _no_collection(), torch.cuda.stream(capture_stream()):
         graph.capture_begin(capture_error_mode="relaxed")
         try:
             launch()
@@ -61,6 +62,12 @@ def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
             raise
         graph.capture_end()
     return graph
+
+
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of every capture: cuBLAS keeps room of its own for each that it meets."""
+    return torch.cuda.Stream()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,13 @@ from edge_runtime.kernels.cuda.cache import NestedCache
 from edge_runtime.kernels.cuda.embedding import embed
 from edge_runtime.kernels.cuda.graphs import Graphs
 from edge_runtime.kernels.cuda.kv import rope_kv
-from edge_runtime.kernels.cuda.linear import Digits, digits_of, linear, takes_digits
+from edge_runtime.kernels.cuda.linear import (
+    DeviceLinear,
+    Digits,
+    digits_of,
+    linear,
+    takes_digits,
+)
 from edge_runtime.kernels.cuda.registers import Registers
 from edge_runtime.kernels.cuda.weights import DeviceWeights
 from edge_runtime.kernels.layout import padded
@@ -30,14 +36,11 @@ from edge_runtime.kernels.layout import padded
 LEAST_BUCKET = 512  # tokens; buckets double from here
 
 
-class CudaCache(NestedCache):
-    """A nested cache with what passes over it need: attention's workspace, and their graphs."""
+class Buckets:
+    """A cache's capacity in buckets of lengths, and the graphs of passes over it."""
 
-    def __init__(self, geometry: ops.Geometry, capacity: int, device: torch.device) -> None:
-        super().__init__(geometry, capacity, device)
-        self.workspace = Workspace(
-            sizes.SMALL_ROWS, geometry.num_heads, geometry.head_dim, capacity, device
-        )
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.graphs = Graphs()
 
     def bucket(self, length: int) -> int:
@@ -48,12 +51,24 @@ class CudaCache(NestedCache):
         return min(size, padded(self.capacity, 64))
 
 
+class CudaCache(NestedCache, Buckets):
+    """A nested cache with what passes over it need: attention's workspace, and their graphs."""
+
+    def __init__(self, geometry: ops.Geometry, capacity: int, device: torch.device) -> None:
+        NestedCache.__init__(self, geometry, capacity, device)
+        Buckets.__init__(self, capacity)
+        self.workspace = Workspace(
+            sizes.SMALL_ROWS, geometry.num_heads, geometry.head_dim, capacity, device
+        )
+
+
 @dataclass(slots=True)
 class Pass:
     """Up to CHUNK_ROWS rows on their way through a program.
 
     positions, full_from: int32 [rows]; ids: likewise, or None with `rows` fp32 [rows, H] on the
-    host; tokens: the bucket; logits: where those of the last num_logits rows go.
+    host; tokens: the bucket; logits: where those of the last num_logits rows go; length: tokens of
+    the text with this pass, where the host knows it.
     """
 
     num_rows: int
@@ -65,6 +80,7 @@ class Pass:
     cache: CudaCache
     tokens: int
     logits: tuple[Tensor, head.Choice] | None
+    length: int | None = None
     registers: dict[str, Any] = field(default_factory=dict)  # Tensor or Activation by name
 
 
@@ -75,9 +91,8 @@ class Passes:
         self, geometry: ops.Geometry, weights: DeviceWeights, group_size: int, device: torch.device
     ) -> None:
         self.geometry, self.weights = geometry, weights
-        self._group_size, self._gpu = group_size, device.type == "cuda"
-        self._device = device
-        self.registers = Registers(group_size, device)
+        self._group_size, self._device = group_size, device
+        self.registers = self.new_registers()
         self._launch: dict[type, Callable[[Any, Pass], None]] = {
             ops.Embed: self._embed,
             ops.NormQuantise: self._norm_quantise,
@@ -91,7 +106,15 @@ class Passes:
 
     def relieve(self) -> None:
         """Drop the registers: programs are to be added to the new ones."""
-        self.registers = Registers(self._group_size, self._device)
+        self.registers = self.new_registers()
+
+    def new_registers(self) -> Registers:
+        """Return registers without any."""
+        return Registers(self._group_size, self._device)
+
+    def linear_of(self, op: ops.Linear) -> DeviceLinear:
+        """Return the matrix of an op."""
+        return self.weights.linears[op.weight]
 
     def launch(self, program: ops.Program, one: Pass) -> None:
         """Launch the ops of a pass, and the argmax of its logits."""
@@ -126,7 +149,7 @@ class Passes:
 
     def _linear(self, op: ops.Linear, one: Pass) -> None:
         a: Activation = one.registers[op.a]
-        weight, M = self.weights.linears[op.weight], a.codes.shape[0]
+        weight, M = self.linear_of(op), a.codes.shape[0]
         if op.out == "logits":
             assert one.logits is not None
             out = one.logits[0]
@@ -172,7 +195,6 @@ class Passes:
             out.view(shape),
             one.cache.workspace,
             max_tokens=one.tokens,
-            asm=self._gpu,
         )
         one.registers[op.out] = out
 

@@ -24,6 +24,7 @@ from edge_runtime.kernels.cuda.memory import Block, asking_for
 BLOCK_BYTES = 256 << 20  # of several linears: one huge allocation may fail where pieces fit
 COPIED_BYTES = 16 << 20  # of a table, at a time: what its copy takes on the host
 HINT = "free memory of the GPU, or use a smaller model"
+DRAFT_PARTS = ("base", "mult", "scale", "mult_rows")  # of `sizes.linear`: what the w4 view reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class DeviceWeights:
     sin: Tensor
     head_norms: dict[str, Tensor]
     num_bytes: int
+
+    @property
+    def group_size(self) -> int:
+        """G, of all linears."""
+        return next(iter(self.linears.values())).group_size
 
 
 def load(weights: ops.ModelWeights, device: torch.device, arch: int) -> DeviceWeights:
@@ -59,6 +65,25 @@ def load(weights: ops.ModelWeights, device: torch.device, arch: int) -> DeviceWe
     return DeviceWeights(linears=linears, head_norms=put, num_bytes=total, **tables)
 
 
+def load_draft(
+    weights: ops.ModelWeights, target: DeviceWeights, device: torch.device, arch: int
+) -> tuple[dict[str, DeviceLinear], int]:
+    """Copy the base planes of all linears, with scales of their own, beside a target whose biases
+    they share; return them and their bytes. Raises BudgetError."""
+    needed = {
+        name: sum(_linear_sizes(weights.linears[name], arch)[part] for part in DRAFT_PARTS)
+        for name in weights.linears
+    }
+    draft: dict[str, DeviceLinear] = {}
+    with asking_for("the draft's copy of the weights", sum(needed.values()), device, HINT):
+        for names in _blocks(needed):
+            block = Block(sum(needed[name] for name in names), device)
+            for name in names:
+                draft[name] = _put_draft(block, weights.linears[name], target.linears[name], arch)
+                weights.release()
+    return draft, sum(needed.values())
+
+
 _TABLES = ("embedding", "embedding_scale", "cos", "sin")
 
 
@@ -68,9 +93,12 @@ def _small(weights: ops.ModelWeights) -> dict[str, NDArray[Any]]:
 
 
 def _linear_bytes(w: ops.LinearWeights, arch: int) -> int:
+    return sum(_linear_sizes(w, arch).values())
+
+
+def _linear_sizes(w: ops.LinearWeights, arch: int) -> dict[str, int]:
     N, half = w.base.shape
-    found = sizes.linear(N, 2 * half, w.group_size, arch, bias=w.bias is not None)
-    return sum(found.values())
+    return sizes.linear(N, 2 * half, w.group_size, arch, bias=w.bias is not None)
 
 
 def _blocks(needed: dict[str, int]) -> Iterator[list[str]]:
@@ -96,6 +124,24 @@ def _put_linear(block: Block, w: ops.LinearWeights, arch: int) -> DeviceLinear:
         if isinstance(value := getattr(host, field.name), Tensor)
     }
     return dataclasses.replace(host, **tensors)
+
+
+def _put_draft(block: Block, w: ops.LinearWeights, target: DeviceLinear, arch: int) -> DeviceLinear:
+    """A linear that only the w4 view can read: its refinement is never looked at."""
+    base_alone = dataclasses.replace(w, refine=w.refine[:0], bias=None)
+    host = DeviceLinear.from_weights(
+        base_alone, "cpu", row_tile=sizes.row_tile(arch), dot4=sizes.by_row(arch)
+    )
+    base = block.put(host.base)
+    return dataclasses.replace(
+        host,
+        base=base,
+        refine=base,
+        mult=block.put(host.mult),
+        scale=block.put(host.scale),
+        bias=target.bias,
+        mult_rows=None if host.mult_rows is None else block.put(host.mult_rows),
+    )
 
 
 def _put_array(block: Block, array: NDArray[Any]) -> Tensor:

@@ -4,11 +4,11 @@
         [--kv-heads 32,8] [--only decode,rows,prefill,slice] [--turns 9] [--json FILE]
 
 decode: one row, every policy. rows: verification (both planes). Both against the fastest of some
-tilings of a flash-decoding in fp16 (`attention16.py`) and torch's own, all timed in turns, caches
-rotated through more than the L2. prefill: a chunk at the end of the tokens, against torch's. slice:
-code for sm_87 on as many multiprocessors as an Orin has. What GPU memory gives when it is only read
-comes first. Before a call is timed its first and last heads are compared with the reference bit by
-bit. The last line of stdout is one JSON document.
+tilings of a flash-decoding in fp16 (`half_attention_kernels.py`) and torch's own, all timed in
+turns, caches rotated through more than the L2. prefill: a chunk at the end of the tokens, against
+torch's. slice: code for sm_87 on as many multiprocessors as an Orin has. What GPU memory gives when
+it is only read comes first. Before a call is timed its first and last heads are compared with the
+reference bit by bit. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import triton
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import attention as ours
-from edge_runtime.kernels.cuda import driver
+from edge_runtime.kernels.cuda import driver, half_attention_kernels
 from edge_runtime.kernels.cuda.attention_binary import Launcher
 from edge_runtime.kernels.cuda.attention_tiles import DECODE_ROWS, Tiles, tiles_for
 from edge_runtime.kernels.cuda.cache import LayerCache, NestedCache
-from edge_runtime.kernels.cuda.timing import attention16
+from edge_runtime.kernels.cuda.timing import read_kernels
 from edge_runtime.kernels.cuda.timing import slice as sm_slice
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes, num_copies
 from edge_runtime.kernels.cuda.timing.timer import Timer, spread
@@ -229,17 +229,18 @@ class Half:
         part = torch.empty(M * s.heads, splits, s.head_dim, device="cuda")
         stat = torch.empty(M * s.heads, splits, 2, device="cuda")
         BQ = max(16, triton.next_power_of_2(M * group))
-        constants = {"GROUP": group, "D": s.head_dim, "BQ": BQ, "BT": BT, "SPLIT": split}
+        positions = torch.full((M,), s.tokens - 1, dtype=torch.int32, device="cuda")
+        same = {"D": s.head_dim, "SPLIT": split, "MASKED": False}
+        own = {"GROUP": group, "DP": s.head_dim, "BQ": BQ, "BT": BT, "STAGES": stages}
 
         def call(i: int) -> None:
-            attention16.attend16[splits, s.kv_heads](
-                q, self.k[i], self.v[i], part, stat, M * group, s.heads, s.tokens,
-                math.log2(math.e) / math.sqrt(s.head_dim), **constants, STAGES=stages,
-                num_warps=warps,
+            half_attention_kernels.attend16[splits, s.kv_heads](
+                q, self.k[i], self.v[i], positions, part, stat, M * group, s.heads, s.tokens,
+                math.log2(math.e) / math.sqrt(s.head_dim), **same, **own, num_warps=warps,
             )  # fmt: skip
-            attention16.combine16[M * s.heads, s.head_dim // 32](
-                part, stat, y, splits, D=s.head_dim, SPLITS=triton.next_power_of_2(splits),
-                num_warps=4,
+            half_attention_kernels.combine16[M * s.heads, s.head_dim // 32](
+                part, stat, positions, y, splits, s.heads, **same,
+                SPLITS=triton.next_power_of_2(splits), num_warps=4,
             )  # fmt: skip
 
         return call
@@ -254,7 +255,7 @@ def read_bandwidth(timer: Timer, turns: int) -> list[float]:
 
         def call(y: Tensor = y, steps: int = steps, block: int = block, w: int = warps) -> object:
             grid = (y.numel(),)
-            return attention16.read[grid](x, y, STEPS=steps, BLOCK=block, num_warps=w)
+            return read_kernels.read[grid](x, y, STEPS=steps, BLOCK=block, num_warps=w)
 
         sample = timer.measure([[call] * 4], turns)[0]
         speeds = [READ_BYTES / t for t in sample.seconds]

@@ -95,6 +95,19 @@ def test_what_does_not_fit_is_a_row(call, tiny_checkpoint: Path) -> None:
         assert "available" in row["reason"]
 
 
+def test_layouts_of_a_gpu_are_refused_elsewhere(call, tiny_checkpoint: Path) -> None:
+    modes = ("--modes", "fp,w8,w8-kv16,two-copy", "--context", "24", "--gamma", "2")
+    code, out, err = call("profile", tiny_checkpoint, *FAST, *modes, "--json")
+    assert code == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    found = [(r["mode"], r["gamma"], r["status"]) for r in rows]
+    assert found == [
+        ("w8", None, "ok"), ("fp16", None, "ok"), ("w8-kv16", None, "refused"),
+        ("two-copy", 2, "refused"),
+    ]  # fmt: skip
+    assert "on the cuda backend only, not on cpu" in rows[-1]["reason"]
+
+
 def test_the_longest_context_is_proven(call, tiny_checkpoint: Path) -> None:
     args = ("--modes", "w8", "--context", "24", "-n", 8, "--repeats", 1, "--backend", "cpu")
     code, out, err = call("profile", tiny_checkpoint, *args, "--max-context", "--json")

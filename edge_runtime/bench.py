@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from edge_runtime.plan.footprint import linear_shapes
 READ_BYTES = 256 << 20  # more than any last-level cache this runs on
 ROWS = (1, 2, 3, 4, 5, 8)
 MODES = ("w8", "w4", "nest")
+NO_OTHERS: Mapping[str, Engine] = {}
 
 
 @runtime_checkable
@@ -224,28 +225,32 @@ def decode(
     prompts: Iterable[Sequence[int]],
     *,
     new_tokens: int = 128,
+    others: Mapping[str, Engine] = NO_OTHERS,
     progress: Callable[[int, int, str], None] = lambda done, count, what: None,
 ) -> dict[str, Any]:
-    """Decode every prompt as w8, w4 and nest in turns; return the document.
+    """Decode every prompt as w8, w4 and nest, and by other engines, in turns; return the document.
 
-    engine: opened as nest; its draft is that of the nest mode. Answers run to `new_tokens`,
-    whatever ends them. `differing` counts the prompts where nest's answer is not that of w8.
+    engine: opened as nest; its draft is that of the nest mode. others: by mode, as they are opened.
+    Answers run to `new_tokens`, whatever ends them. `differing` counts the prompts where nest's
+    answer is not that of w8.
     """
     assert engine.view == "nest", engine.view
     asked = [list(ids) for ids in prompts]
     drafting = engine.draft
-    results: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    engines = dict.fromkeys(MODES, engine) | dict(others)
+    results: dict[str, list[Any]] = {mode: [] for mode in engines}
     differing, read = 0, Sample()
     try:
         for number, ids in enumerate(asked):
             if now := bandwidth(engine, 1):
                 read.values.extend(now.values)
-            for mode in MODES:
+            for mode, one in engines.items():
                 progress(number, len(asked), f"prompt {number + 1} of {len(asked)}, {mode}")
-                engine.draft = drafting if mode == "nest" else DraftChoice(0, "base", mode)
-                engine.target_view = "w4" if mode == "w4" else "w8"
-                engine.reuse([0])
-                run = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
+                if one is engine:
+                    engine.draft = drafting if mode == "nest" else DraftChoice(0, "base", mode)
+                    engine.target_view = "w4" if mode == "w4" else "w8"
+                one.reuse([0])
+                run = one.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
                 results[mode].append(run.complete())
             differing += results["nest"][-1].token_ids != results["w8"][-1].token_ids
     finally:
@@ -253,7 +258,7 @@ def decode(
         engine.reuse([0])
     middle = round(statistics.mean(map(len, asked))) + new_tokens // 2
     ceiling = statistics.median(read.values) * 1e9 if read.values else None
-    rows = [_decode_row(engine, mode, results, middle, ceiling) for mode in MODES]
+    rows = [_decode_row(one, mode, results, middle, ceiling) for mode, one in engines.items()]
     return _head(engine, read) | {
         "prompts": len(asked),
         "new_tokens": new_tokens,
@@ -269,16 +274,20 @@ def _decode_row(
     found = results[mode]
     speeds = [r.decode_tok_s for r in found]
     ratios = [r.decode_tok_s / w8.decode_tok_s for r, w8 in zip(found, results["w8"], strict=True)]
-    size = step_bytes(engine, "w4" if mode == "w4" else "w8", middle)
-    most = None if ceiling is None or mode == "nest" else ceiling / size
+    size = None
+    if mode in ("w8", "w4"):
+        size = step_bytes(engine, "w4" if mode == "w4" else "w8", middle)
+    most = None if ceiling is None or size is None else ceiling / size
     drafted = sum(r.draft["drafted"] for r in found)
     return {
         "mode": mode,
+        "backend": engine.backend_name,
         "decode_tok_s": Sample(speeds).document() | {"mean": statistics.mean(speeds)},
         "ratio_to_w8": Sample(ratios).document() | {"mean": statistics.mean(ratios)},
         "prefill_tok_s": Sample([r.prefill_tok_s for r in found]).document(),
+        "memory": found[-1].memory,
         "ttft_s": Sample([r.ttft_s for r in found]).document(),
-        "bytes_per_token": None if mode == "nest" else size,
+        "bytes_per_token": size,
         "ceiling_tok_s": most,
         "share_of_ceiling": None if most is None else statistics.median(speeds) / most,
         "acceptance": sum(r.draft["accepted"] for r in found) / drafted if drafted else None,

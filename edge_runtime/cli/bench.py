@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edge_runtime.cli import bench_cuda
-from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint, open_model
+from edge_runtime.cli.model import (
+    EngineOptions,
+    checkpoint_path,
+    open_checkpoint,
+    open_model,
+    options_of_mode,
+    original_option,
+)
 from edge_runtime.cli.options import (
     Parsed,
     backend_option,
@@ -21,9 +29,19 @@ from edge_runtime.cli.options import (
     print_document,
     threads_option,
 )
-from edge_runtime.errors import UsageError
+from edge_runtime.cli.profile import listed
+from edge_runtime.errors import UsageError, cut
 
 DECODE_CONTEXT = 2048
+OTHERS = ("fp16", "w8-kv16", "two-copy")
+
+
+def parse_other(text: str) -> str:
+    """Return a mode that has an engine of its own. Raises ValueError."""
+    name = "fp16" if text == "fp" else text
+    if name not in OTHERS:
+        raise ValueError(f"{cut(text)!r} is none of {', '.join(OTHERS)}")
+    return name
 
 
 @click.group()
@@ -104,27 +122,40 @@ def kernels(
     show_default=True,
     metavar="N",
 )
+@click.option(
+    "--also",
+    type=Parsed("modes", listed("mode", parse_other)),
+    default=(),
+    metavar="LIST",
+    help="Other engines to compare, beside it in memory: fp16 (the unquantised model); with "
+    "--backend cuda w8-kv16 (w8 over a 16-bit cache) and two-copy (a draft with its own planes).",
+)
 @backend_option
 @draft_option
 @draft_source_option
 @kv_policy_option
 @ctx_option
 @threads_option
+@original_option
 @json_option
 def decode(
     model: str,
     prompts: Path | None,
     limit: int | None,
     new_tokens: int,
+    also: tuple[str, ...],
     backend: str,
     draft: str,
     draft_source: str,
     kv_policy: str,
     ctx: str | int,
     threads: int | None,
+    original: str | None,
     as_json: bool,
 ) -> None:
     """Decode prompts as w8, w4 and nest in turns: tok/s, ratio to w8, share of the ceiling."""
+    if original is not None and "fp16" not in also:
+        raise UsageError("--original has no effect without --also fp16")
     from edge_runtime import bench
     from edge_runtime.cli.progress import Progress
     from edge_runtime.cli.selftest import built_in_prompts, fitting, read_prompts
@@ -141,11 +172,19 @@ def decode(
         kv_policy=kv_policy,
         threads=threads,
         ctx=ctx,
+        original=original,
     )
-    with open_checkpoint(checkpoint, options) as engine:
+    with contextlib.ExitStack() as opened:
+        engine, *rest = (
+            opened.enter_context(open_checkpoint(checkpoint, options_of_mode(mode, options)))
+            for mode in ("nest", *also)
+        )
+        others = dict(zip(also, rest, strict=True))
         ids = fitting(engine, asked[:limit], new_tokens, shorten=prompts is None)
         with Progress() as progress:
-            document = bench.decode(engine, ids, new_tokens=new_tokens, progress=progress)
+            document = bench.decode(
+                engine, ids, new_tokens=new_tokens, others=others, progress=progress
+            )
     for line in decode_lines(document):
         click.echo(line, err=as_json)
     if as_json:
@@ -188,13 +227,13 @@ def decode_lines(document: dict[str, Any]) -> list[str]:
     """Return the table for people."""
     lines = [
         read_line(document),
-        f"{'mode':<6}{'tok/s':>8}{'range':>17}{'x w8':>8}{'ceiling':>9}{'share':>7}{'accepted':>10}"
+        f"{'mode':<8}{'tok/s':>8}{'range':>17}{'x w8':>8}{'ceiling':>9}{'share':>7}{'accepted':>10}"
         f"{'a cycle':>9}{'prefill':>9}",
     ]
     for row in document["rows"]:
         speed, most = row["decode_tok_s"], row["ceiling_tok_s"]
         lines.append(
-            f"{row['mode']:<6}{speed['median']:>8.1f}"
+            f"{row['mode']:<8}{speed['median']:>8.1f}"
             f"{speed['min']:>8.1f} to {speed['max']:>5.1f}{row['ratio_to_w8']['mean']:>8.2f}"
             + (f"{most:>9.0f}{row['share_of_ceiling']:>7.0%}" if most else f"{'':>16}")
             + (f"{row['acceptance']:>10.2f}" if row["acceptance"] is not None else f"{'':>10}")

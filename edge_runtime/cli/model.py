@@ -12,7 +12,7 @@ import fcntl
 import logging
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,18 @@ class EngineOptions:
     threads: int | None = None
     original: str | None = None
     layout: str = "nest"  # no option: measurements compare others with it
+
+
+def options_of_mode(mode: str, options: EngineOptions) -> EngineOptions:
+    """Return how a mode of `profile` and `bench decode` opens its engine, as far as it is not the
+    nest's: fp16, w8-kv16 or two-copy."""
+    from edge_runtime.measure.worker import LAYOUTS
+
+    if mode == "fp16":
+        backend = "reference" if options.backend == "cpu" else options.backend
+        return replace(options, backend=backend, view="fp", draft="off", threads=None)
+    view = "w8" if mode == "w8-kv16" else options.view
+    return replace(options, view=view, layout=LAYOUTS.get(mode, "nest"))
 
 
 def run_options(command: F) -> F:

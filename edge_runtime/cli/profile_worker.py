@@ -59,25 +59,20 @@ def _fail(error: BitnestError, *, out_of_memory: bool) -> None:
 
 @contextlib.contextmanager
 def _engine(job: Any) -> Iterator[Any]:
-    from edge_runtime.cli.model import EngineOptions, open_model
-    from edge_runtime.measure.worker import LAYOUTS, ModeName
+    from edge_runtime.cli.model import EngineOptions, open_model, options_of_mode
 
-    mode: ModeName = job.ways[0].mode if job.ways else "nest"
-    fp = mode == "fp16"
     options = EngineOptions(
-        backend="reference" if fp and job.backend == "cpu" else job.backend,
-        view="fp" if fp else "nest",
-        draft="off" if fp else "auto",
+        backend=job.backend,
         draft_source=job.draft_source,
         kv_policy=job.kv_policy,
         ctx=job.context,
         budget=job.budget_bytes,
         reserve=job.reserve_bytes,
-        threads=None if fp else job.threads,
+        threads=job.threads,
         original=job.original,
-        layout=LAYOUTS.get(mode, "nest"),
     )
-    with open_model(job.model, options) as engine:
+    mode = job.ways[0].mode if job.ways else "nest"
+    with open_model(job.model, options_of_mode(mode, options)) as engine:
         yield engine
 
 

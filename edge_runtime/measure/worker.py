@@ -19,7 +19,7 @@ from edge_runtime.decode.memory import account_here
 from edge_runtime.plan.footprint import Layout
 
 ModeName = Literal["fp16", "w8-kv16", "two-copy", "w8", "w4", "nest"]
-LAYOUTS: dict[ModeName, Layout] = {
+LAYOUTS: dict[str, Layout] = {
     "w8-kv16": "w8",
     "two-copy": "two_copies",
 }  # engines of their own

@@ -30,6 +30,25 @@ def test_decode(call, tiny_checkpoint: Path) -> None:
     assert "tok/s" in err
 
 
+def test_decode_beside_the_unquantised_model(call, tiny_checkpoint: Path) -> None:
+    args = ("bench", "decode", tiny_checkpoint, "-n", 4, "--limit", 1, "--backend", "cpu")
+    code, out, err = call(*args, "--also", "fp", "--json")
+    assert code == 0, err
+    rows = {row["mode"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == ["w8", "w4", "nest", "fp16"]
+    assert (rows["w8"]["backend"], rows["fp16"]["backend"]) == ("cpu", "reference")
+    assert rows["fp16"]["memory"]["weights_bytes"] > rows["w8"]["memory"]["weights_bytes"]
+    assert rows["fp16"]["ratio_to_w8"]["median"] > 0
+    assert "fp16" in err
+    code, _, err = call(*args, "--also", "w8-kv16")
+    assert code == 2
+    assert "layout w8 is there on the cuda backend only, not on cpu" in err
+    for wrong, said in ((("--also", "w9"), "none of"), (("--original", "x"), "without --also")):
+        code, _, err = call(*args, *wrong)
+        assert code == 2
+        assert said in err
+
+
 def test_kernels(call, tiny_checkpoint: Path) -> None:
     code, out, err = call(
         "bench", "kernels", tiny_checkpoint, "--repeats", 2, "--backend", "cpu", "--json"

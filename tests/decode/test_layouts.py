@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from random_weights import random_spec
 
-from edge_runtime import kernels
-from edge_runtime.cli.model import EngineOptions, open_checkpoint
+from edge_runtime import bench, kernels
+from edge_runtime.cli.model import EngineOptions, open_checkpoint, options_of_mode
 from edge_runtime.convert.synthetic import Synthesis, SyntheticOptions
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
@@ -134,3 +135,21 @@ def test_ways_of_a_profile(
     assert ran["new_tokens"] == 4
     assert (ran["drafted"] > 0) == (way.mode == "two-copy")
     assert opened["planned_bytes"] > ran["memory"]["weights_bytes"] + ran["memory"]["kv_bytes"]
+
+
+def test_in_turns_with_the_nest(checkpoints: Callable[[str], Path]) -> None:
+    path = checkpoints("llama-r3")
+    modes = ("nest", "fp16", "w8-kv16", "two-copy")
+    options = EngineOptions(backend="cuda", ctx=64, draft="2", draft_source="base")
+    with contextlib.ExitStack() as opened:
+        engine, *rest = (
+            opened.enter_context(open_checkpoint(Checkpoint(path), options_of_mode(mode, options)))
+            for mode in modes
+        )
+        others = dict(zip(modes[1:], rest, strict=True))
+        rows = bench.decode(engine, [PROMPT[:4]], new_tokens=3, others=others)["rows"]
+    assert [row["mode"] for row in rows] == ["w8", "w4", *modes]
+    weights = {row["mode"]: row["memory"]["weights_bytes"] for row in rows}
+    assert weights["w8"] == weights["w8-kv16"] < weights["two-copy"]
+    drafting = {row["mode"] for row in rows if row["acceptance"] is not None}
+    assert drafting == {"nest", "two-copy"}

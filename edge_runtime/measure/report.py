@@ -29,11 +29,11 @@ def number(value: float | None, digits: int = 1, unit: str = "") -> str:
 def table(rows: list[Document]) -> Iterator[str]:
     """One line a row, under a heading."""
     yield (
-        f"{'context':>7}  {'mode':<9} {'prefill':>8} {'decode':>7}  {'range':<13} {'of w8':>6} "
+        f"{'context':>7}  {'mode':<12} {'prefill':>8} {'decode':>7}  {'range':<13} {'of w8':>6} "
         f"{'of fp16':>7} {'accept':>6} {'tok/cyc':>7} {'peak':>9} {'planned':>9} {'J/token':>14}"
     )
     for row in rows:
-        head = f"{row['context']:>7}  {label(row):<9} "
+        head = f"{row['context']:>7}  {label(row):<12} "
         if row["status"] != "ok":
             yield f"{head}{row['status']}: {row['reason']}"
             continue

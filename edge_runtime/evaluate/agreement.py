@@ -60,20 +60,18 @@ class Agreement:
             if not tokens:  # it ended at once: nothing was said
                 ids = item.ids[:first]
         specs = [ORIGINAL, *self._views]
-        with_original = {str(v): Divergence() for v in self._views}
-        with_target = {str(v): Divergence() for v in self._drafts}
+        pairs = [(str(ORIGINAL), str(v)) for v in self._views]
+        pairs += [(str(TARGET), str(v)) for v in self._drafts]
+        totals = {pair: Divergence() for pair in pairs}
         for blocks in zip(*(views.get(v).blocks(ids, first) for v in specs), strict=True):
             named = {str(v): logits for v, logits in zip(specs, blocks, strict=True)}
-            original = named.pop(str(ORIGINAL))
-            _add(with_original, compare(original, named))
-            if with_target:
-                drafts = {name: named[name] for name in with_target}
-                _add(with_target, compare(named[str(TARGET)], drafts))
-        return {
-            "n": len(ids) - first,
-            "original": {name: [d.same, d.kl, d.js] for name, d in with_original.items()},
-            "target": {name: [d.same, d.kl, d.js] for name, d in with_target.items()},
-        }
+            for pair, found in compare(named, pairs).items():
+                totals[pair].add(found)
+        against = {str(ORIGINAL): "original", str(TARGET): "target"}
+        record: Record = {"n": len(ids) - first, "original": {}, "target": {}}
+        for (p, q), total in totals.items():
+            record[against[p]][q] = [total.same, total.kl, total.js]
+        return record
 
     @property
     def _drafts(self) -> list[ViewSpec]:
@@ -116,11 +114,3 @@ class Agreement:
             pairs.append(
                 report.row(self.name, workload, b, metric, found, against=against, minus=a)
             )
-
-
-def _add(totals: dict[str, Divergence], more: dict[str, Divergence]) -> None:
-    for name, found in more.items():
-        total = totals[name]
-        total.same += found.same
-        total.kl += found.kl
-        total.js += found.js

@@ -6,7 +6,7 @@ so that a block of logits never has more than a few megabytes of company.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,9 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
-WORK_BYTES = 4 << 20  # of one fp64 array
+WORK_BYTES = 1 << 20  # of one fp64 array
 LOG_2 = float(np.log(2.0))
+LEAST = 1e-300  # of p + q, so that 0 · log 0 is 0
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
@@ -26,12 +27,15 @@ def row_blocks(rows: int, width: int) -> Iterator[slice]:
         yield slice(a, min(a + step, rows))
 
 
-def log_softmax(logits: npt.NDArray[np.floating]) -> F64:
-    """log p of each row: x - max - log Σ exp(x - max). fp32 [M, V] -> fp64 [M, V]."""
+def softmax(logits: npt.NDArray[np.floating]) -> tuple[F64, F64]:
+    """(p, log p) of each row: log p = x - max - log Σ exp(x - max). [M, V] -> fp64 [M, V]."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(-1, keepdims=True))
-    return x
+    p = np.exp(x)
+    total = p.sum(-1, keepdims=True)
+    p /= total
+    x -= np.log(total)
+    return p, x
 
 
 def negative_log_likelihood(logits: F32, targets: I64) -> float:
@@ -53,24 +57,29 @@ class Divergence:
     kl: float = 0.0
     js: float = 0.0
 
+    def add(self, other: Divergence) -> None:
+        """Add the sums of more rows."""
+        self.same += other.same
+        self.kl += other.kl
+        self.js += other.js
 
-def compare(logits: F32, others: dict[str, F32]) -> dict[str, Divergence]:
-    """Compare q of each of `others` with p of `logits`, row by row; all fp32 [M, V].
+
+Pair = tuple[str, str]
+
+
+def compare(logits: Mapping[str, F32], pairs: Sequence[Pair]) -> dict[Pair, Divergence]:
+    """Compare p and q, named by each pair, row by row. logits by name: fp32 [M, V].
 
     KL(p ‖ q) = Σ p (log p - log q); JS = (KL(p ‖ m) + KL(q ‖ m)) / 2 with m = (p + q) / 2. First
     choices are those of the contract: the lowest index among equal maxima.
     """
-    found = {name: Divergence() for name in others}
-    first = logits.argmax(-1)
-    for name, other in others.items():
-        found[name].same = int((other.argmax(-1) == first).sum())
-    for rows in row_blocks(*logits.shape):
-        log_p = log_softmax(logits[rows])
-        p = np.exp(log_p)
-        for name, other in others.items():
-            log_q = log_softmax(other[rows])
-            q = np.exp(log_q)
-            log_m = np.logaddexp(log_p, log_q) - LOG_2
-            found[name].kl += float((p * (log_p - log_q)).sum())
-            found[name].js += float((p * (log_p - log_m) + q * (log_q - log_m)).sum()) / 2
+    first = {name: rows.argmax(-1) for name, rows in logits.items()}
+    found = {(p, q): Divergence(same=int((first[p] == first[q]).sum())) for p, q in pairs}
+    for rows in row_blocks(*next(iter(logits.values())).shape):
+        both = {name: softmax(values[rows]) for name, values in logits.items()}
+        for pair, divergence in found.items():
+            (p, log_p), (q, log_q) = both[pair[0]], both[pair[1]]
+            log_m = np.log(np.maximum(p + q, LEAST)) - LOG_2
+            divergence.kl += float((p * (log_p - log_q)).sum())
+            divergence.js += float((p * (log_p - log_m) + q * (log_q - log_m)).sum()) / 2
     return found

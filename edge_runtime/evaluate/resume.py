@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
 
 FORMAT = 1
+_BEGINS = b'{"eval":'
 Record = dict[str, Any]
 
 
@@ -64,10 +65,10 @@ class Finished:
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
         if not whole:
+            if data[: len(_BEGINS)] != _BEGINS[: len(data)]:
+                raise _something_else(path)
             self._file.truncate(0)
             self._file.seek(0)
-            if data and not data.startswith(b'{"eval"'):
-                raise _something_else(path)
             self._write({"eval": FORMAT, "identity": identity})
             return
         lines = data[:whole].splitlines()

@@ -76,9 +76,40 @@ class HalfWeights:
     head_norms: dict[str, Tensor]
     num_bytes: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all but the rope tables."""
+        return self.embedding.dtype
+
 
 def load(model: HalfModel, device: torch.device, dtype: torch.dtype) -> HalfWeights:
     """Bring a model to a device, one tensor after the other. Raises BudgetError, UsageError."""
+
+    def fill(target: Tensor, name: str) -> None:
+        _fill(target, model.rows(name), name)
+
+    return _made(model, device, dtype, fill)
+
+
+def random_weights(model: HalfModel, device: torch.device, dtype: torch.dtype) -> HalfWeights:
+    """Make random weights of a model's shapes on the device, for timing: nothing is read. Matrices
+    keep the size of numbers, so that all layers stay finite. Raises BudgetError."""
+
+    def fill(target: Tensor, name: str) -> None:
+        if target.ndim == 2:
+            target.normal_(std=1.0 if name == "embed" else target.shape[1] ** -0.5)
+        else:
+            target.fill_(name.endswith("norm"))
+
+    return _made(model, device, dtype, fill)
+
+
+def _made(
+    model: HalfModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    fill: Callable[[Tensor, str], None],
+) -> HalfWeights:
     needed = {
         name: sizes.piece(math.prod(shape) * dtype.itemsize) for name, shape in model.shapes.items()
     }
@@ -90,7 +121,7 @@ def load(model: HalfModel, device: torch.device, dtype: torch.dtype) -> HalfWeig
             block = Block(sum(needed[name] for name in names), device)
             for name in names:
                 put[name] = block.take(model.shapes[name], dtype)
-                _fill(put[name], model.rows(name), name)
+                fill(put[name], name)
         block = Block(rope, device)
         cos, sin = (block.put(torch.from_numpy(x)) for x in (model.cos, model.sin))
     embedding = put.pop("embed")

@@ -18,7 +18,7 @@ from torch import Tensor
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import graphs, half, half_attention, sizes, weights
 from edge_runtime.kernels.cuda.backend import CACHE_HINT, CudaBackend
-from edge_runtime.kernels.cuda.half import HalfModel, HalfPasses
+from edge_runtime.kernels.cuda.half import HalfModel, HalfPasses, HalfWeights
 from edge_runtime.kernels.cuda.half_attention import HalfCache
 from edge_runtime.kernels.cuda.linear import DeviceLinear
 from edge_runtime.kernels.cuda.memory import asking_for
@@ -48,12 +48,12 @@ class HalfBackend(_PlainCache):
 
     def __init__(
         self,
-        model: HalfModel,
+        model: HalfModel | HalfWeights,
         geometry: ops.Geometry,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """dtype: the model's own by default."""
+        """model: to be brought to the device, or there already; dtype: its own by default."""
         self.cache_dtype = dtype or model.dtype
         super().__init__(cast(Any, model), geometry, device)
         if self._gpu:
@@ -64,7 +64,9 @@ class HalfBackend(_PlainCache):
         return sizes.HALF_CHUNK_ROWS
 
     def _new_passes(self, model: Any) -> Passes:
-        loaded = half.load(model, self.device, self.cache_dtype)
+        loaded = model
+        if not isinstance(loaded, HalfWeights):
+            loaded = half.load(loaded, self.device, self.cache_dtype)
         return HalfPasses(self.geometry, loaded, self.cache_dtype, self.device)
 
     def _warm_up(self) -> None:

@@ -180,6 +180,23 @@ def test_a_wide_range_takes_bf16_and_what_is_too_large_is_refused() -> None:
     load(model, device, torch.bfloat16)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_weights_on_the_device(device: str) -> None:
+    from edge_runtime.kernels.cuda.half import random_weights
+    from edge_runtime.kernels.cuda.half_backend import HalfBackend
+
+    spec, where = random_spec(num_layers=20), torch.device(device_of(device))
+    model = half_model(spec)
+    made = random_weights(model, where, model.dtype)
+    assert made.num_bytes == footprint(spec, layout="fp16", backend="cuda").weights_bytes + sum(
+        x.nbytes for x in (model.cos, model.sin)
+    )
+    backend = HalfBackend(made, geometry(spec, NUM_TOKENS), where)
+    got = next(play(Model(spec, backend, quantised=False), "fp", [3]))
+    assert np.isfinite(got).all()
+    assert 0.1 < got.std() < 10
+
+
 # nested linears, held in other ways
 
 

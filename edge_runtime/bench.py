@@ -10,21 +10,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from edge_runtime.cache.policy import KV8
+from edge_runtime.decode.declared import Declared, patterns
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
+from edge_runtime.decode.request import Result
+from edge_runtime.errors import UsageError
 from edge_runtime.kernels import ops
 from edge_runtime.plan import cost, footprint
 from edge_runtime.plan.footprint import linear_shapes
 
 READ_BYTES = 256 << 20  # more than any last-level cache this runs on
 ROWS = (1, 2, 3, 4, 5, 8)
-MODES = ("w8", "w4", "nest")
 NO_OTHERS: Mapping[str, Engine] = {}
 
 
@@ -215,9 +217,74 @@ def _head(engine: Engine, read: Sample | None) -> dict[str, Any]:
     return {
         "backend": engine.backend_name,
         "backend_why": engine.backend_why,
+        "synthetic": engine.synthetic,
         "threads": getattr(engine.model.backend, "threads", None),
         "read_gb_s": read.document() if read is not None and read.values else None,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to decode, of an engine. accept, forced: of nest, where acceptance is declared."""
+
+    mode: str
+    engine: Engine
+    draft: DraftChoice
+    target: ops.View
+    accept: str | None = None
+    forced: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As a table shows it; @ marks what is declared."""
+        return self.mode if self.accept is None else f"{self.mode} @{self.accept}"
+
+    def run(self, ids: list[int], new_tokens: int) -> Result:
+        """Decode a prompt, whatever ends the answer, and forget it."""
+        engine = self.engine
+        kept = engine.draft, engine.target_view
+        engine.draft, engine.target_view = self.draft, self.target
+        engine.forced = self.forced
+        engine.reuse([])
+        try:
+            run = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
+            return run.complete()
+        finally:
+            (engine.draft, engine.target_view), engine.forced = kept, ()
+            engine.reuse([])
+
+
+def ways(
+    engine: Engine, accept: Sequence[Declared] = (), others: Mapping[str, Engine] = NO_OTHERS
+) -> list[Way]:
+    """Return what is compared: w8, w4, nest, other engines as they are opened.
+
+    What drafts runs once with what its target really accepts, then as declared; of random weights
+    only as declared. Raises UsageError where acceptance is declared and not a fixed number of
+    tokens is drafted, by the base plane.
+    """
+    found = [
+        Way(mode="w8", engine=engine, draft=DraftChoice(0, "base", "w8"), target="w8"),
+        Way(mode="w4", engine=engine, draft=DraftChoice(0, "base", "w4"), target="w4"),
+    ]
+    for mode, one in {"nest": engine, **others}.items():
+        found.append(Way(mode=mode, engine=one, draft=one.draft, target=one.target_view))
+    if not accept:
+        return found
+    draft = engine.draft
+    if draft.governed or not draft.gamma or draft.source != "base":
+        raise UsageError(
+            f"declared acceptance needs a fixed draft of the base plane, got {draft}",
+            "say how long it is: --draft 4",
+        )
+    forced = patterns(accept, draft.gamma)
+    drafting = [way for way in found if way.draft.gamma]
+    declared = [
+        replace(way, accept=a.text, forced=pattern)
+        for way in drafting
+        for a, pattern in zip(accept, forced, strict=True)
+    ]
+    return [way for way in found if not (engine.synthetic and way in drafting)] + declared
 
 
 def decode(
@@ -225,65 +292,73 @@ def decode(
     prompts: Iterable[Sequence[int]],
     *,
     new_tokens: int = 128,
+    accept: Sequence[Declared] = (),
     others: Mapping[str, Engine] = NO_OTHERS,
     progress: Callable[[int, int, str], None] = lambda done, count, what: None,
 ) -> dict[str, Any]:
     """Decode every prompt as w8, w4 and nest, and by other engines, in turns; return the document.
 
-    engine: opened as nest; its draft is that of the nest mode. others: by mode, as they are opened.
-    Answers run to `new_tokens`, whatever ends them. `differing` counts the prompts where nest's
-    answer is not that of w8.
+    engine: opened as nest; its draft is that of the nest mode. accept, others: of `ways`. Answers
+    run to `new_tokens`, whatever ends them; the first prompt is run once more before, and not
+    counted. `differing` counts the prompts where the answer of nest is not that of w8; None:
+    there is no answer of nest that was not declared.
     """
     assert engine.view == "nest", engine.view
     asked = [list(ids) for ids in prompts]
-    drafting = engine.draft
-    engines = dict.fromkeys(MODES, engine) | dict(others)
-    results: dict[str, list[Any]] = {mode: [] for mode in engines}
-    differing, read = 0, Sample()
-    try:
-        for number, ids in enumerate(asked):
-            if now := bandwidth(engine, 1):
-                read.values.extend(now.values)
-            for mode, one in engines.items():
-                progress(number, len(asked), f"prompt {number + 1} of {len(asked)}, {mode}")
-                if one is engine:
-                    engine.draft = drafting if mode == "nest" else DraftChoice(0, "base", mode)
-                    engine.target_view = "w4" if mode == "w4" else "w8"
-                one.reuse([0])
-                run = one.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
-                results[mode].append(run.complete())
-            differing += results["nest"][-1].token_ids != results["w8"][-1].token_ids
-    finally:
-        engine.draft, engine.target_view = drafting, "w8"
-        engine.reuse([0])
+    todo = ways(engine, accept, others)
+    results: dict[str, list[Result]] = {way.name: [] for way in todo}
+    read, done, count = Sample(), 0, (len(asked) + 1) * len(todo)
+    for number, ids in enumerate([asked[0], *asked]):
+        if number and (now := bandwidth(engine, 1)):
+            read.values.extend(now.values)
+        for way in todo:
+            what = f"prompt {number} of {len(asked)}" if number else "warming up"
+            progress(done, count, f"{what}, {way.name}")
+            result = way.run(ids, new_tokens)
+            if number:
+                results[way.name].append(result)
+            done += 1
     middle = round(statistics.mean(map(len, asked))) + new_tokens // 2
     ceiling = statistics.median(read.values) * 1e9 if read.values else None
-    rows = [_decode_row(one, mode, results, middle, ceiling) for mode, one in engines.items()]
+    rows = [_decode_row(engine, way, results, middle, ceiling) for way in todo]
+    differing = None
+    if "nest" in results:
+        pairs = zip(results["nest"], results["w8"], strict=True)
+        differing = sum(a.token_ids != b.token_ids for a, b in pairs)
     return _head(engine, read) | {
         "prompts": len(asked),
+        "prompt_tokens": statistics.median(map(len, asked)),
         "new_tokens": new_tokens,
+        "kv_policy": str(engine.policy),
         "differing": differing,
-        "draft_why": engine.governor.why if drafting.governed else drafting.why,
+        "draft_why": engine.governor.why if engine.draft.governed else engine.draft.why,
         "rows": rows,
     }
 
 
 def _decode_row(
-    engine: Engine, mode: str, results: dict[str, list[Any]], middle: int, ceiling: float | None
+    engine: Engine,
+    way: Way,
+    results: dict[str, list[Result]],
+    middle: int,
+    ceiling: float | None,
 ) -> dict[str, Any]:
-    found = results[mode]
+    found = results[way.name]
     speeds = [r.decode_tok_s for r in found]
-    ratios = [r.decode_tok_s / w8.decode_tok_s for r, w8 in zip(found, results["w8"], strict=True)]
     size = None
-    if mode in ("w8", "w4"):
-        size = step_bytes(engine, "w4" if mode == "w4" else "w8", middle)
+    if way.mode in ("w8", "w4"):
+        size = step_bytes(engine, "w4" if way.mode == "w4" else "w8", middle)
     most = None if ceiling is None or size is None else ceiling / size
     drafted = sum(r.draft["drafted"] for r in found)
     return {
-        "mode": mode,
-        "backend": engine.backend_name,
+        "mode": way.mode,
+        "backend": way.engine.backend_name,
+        "accept": way.accept,
+        "forced": any(r.forced for r in found),
+        "declared_tokens_per_cycle": 1 + statistics.mean(way.forced) if way.forced else None,
         "decode_tok_s": Sample(speeds).document() | {"mean": statistics.mean(speeds)},
-        "ratio_to_w8": Sample(ratios).document() | {"mean": statistics.mean(ratios)},
+        "ratio_to_w8": _ratios(speeds, results["w8"]),
+        "ratio_to_fp16": _ratios(speeds, results["fp16"]) if "fp16" in results else None,
         "prefill_tok_s": Sample([r.prefill_tok_s for r in found]).document(),
         "memory": found[-1].memory,
         "ttft_s": Sample([r.ttft_s for r in found]).document(),
@@ -295,3 +370,9 @@ def _decode_row(
             sum(r.new_tokens - 1 for r in found) / max(1, sum(r.draft["cycles"] for r in found))
         ),
     }
+
+
+def _ratios(speeds: Sequence[float], others: Sequence[Result]) -> dict[str, float]:
+    """Of one speed to another on the same prompt, in the same turn."""
+    ratios = [speed / r.decode_tok_s for speed, r in zip(speeds, others, strict=True)]
+    return Sample(ratios).document() | {"mean": statistics.mean(ratios)}

@@ -74,7 +74,7 @@ def _symbol(c: str) -> str:
 
 
 def figures(result: Result) -> str:
-    """Return the line below an answer: size, speeds, drafting, cache, context."""
+    """Return the line below an answer: size, speeds, drafting, cache, context, what is not real."""
     parts = [f"{result.new_tokens} tok"]
     if result.decode_tok_s:
         parts.append(f"{result.decode_tok_s:.1f} tok/s")
@@ -90,6 +90,10 @@ def figures(result: Result) -> str:
         f"cached {result.cached_tokens} / new {result.prompt_tokens - result.cached_tokens}"
     )
     parts.append(f"ctx {result.prompt_tokens + result.new_tokens}/{result.context_max}")
+    if result.synthetic:
+        parts.append("random weights")
+    if result.forced:
+        parts.append("acceptance declared")
     if result.finish_reason in _ENDS:
         parts.append(_ENDS[result.finish_reason])
     return SEPARATOR.join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,10 +30,15 @@ from edge_runtime.cli.options import (
     threads_option,
 )
 from edge_runtime.cli.profile import listed
+from edge_runtime.decode.declared import Declared, parse_declared
 from edge_runtime.errors import UsageError, cut
+
+if TYPE_CHECKING:
+    from edge_runtime.decode.engine import Engine
 
 DECODE_CONTEXT = 2048
 OTHERS = ("fp16", "w8-kv16", "two-copy")
+CURVE = ("0.0", "0.25", "0.5", "0.7", "0.8", "0.9", "0.95", "1.0")
 
 
 def parse_other(text: str) -> str:
@@ -115,6 +120,20 @@ def kernels(
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N prompts.")
 @click.option(
+    "--context",
+    type=click.IntRange(1, 10_000_000),
+    metavar="N",
+    help="A prompt of N tokens instead, of text that comes with the program.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Runs of the prompt of --context.",
+)
+@click.option(
     "-n",
     "--new-tokens",
     type=click.IntRange(2, 100_000),
@@ -122,6 +141,16 @@ def kernels(
     show_default=True,
     metavar="N",
 )
+@click.option(
+    "--accept",
+    "accepts",
+    type=Parsed("acceptance", parse_declared),
+    multiple=True,
+    metavar="RATE|LIST",
+    help="Nest with declared acceptance, for timing: a rate such as 0.95 of what is drafted, or "
+    "tokens per cycle in turns such as 4,4,3; repeatable.",
+)
+@click.option("--curve", is_flag=True, help="--accept at rates from 0.0 to 1.0.")
 @click.option(
     "--also",
     type=Parsed("modes", listed("mode", parse_other)),
@@ -142,53 +171,83 @@ def decode(
     model: str,
     prompts: Path | None,
     limit: int | None,
+    context: int | None,
+    repeats: int,
     new_tokens: int,
+    accepts: tuple[Declared, ...],
+    curve: bool,
     also: tuple[str, ...],
-    backend: str,
-    draft: str,
-    draft_source: str,
-    kv_policy: str,
-    ctx: str | int,
-    threads: int | None,
-    original: str | None,
     as_json: bool,
+    **shared: Any,
 ) -> None:
-    """Decode prompts as w8, w4 and nest in turns: tok/s, ratio to w8, share of the ceiling."""
-    if original is not None and "fp16" not in also:
-        raise UsageError("--original has no effect without --also fp16")
+    """Decode prompts as w8, w4 and nest in turns: tok/s, ratio to w8, share of the ceiling.
+
+    With declared acceptance, which needs --draft N, tokens are accepted as declared, whatever the
+    target chose: that is the speed of a model whose draft is accepted so often, and no text.
+    """
     from edge_runtime import bench
     from edge_runtime.cli.progress import Progress
-    from edge_runtime.cli.selftest import built_in_prompts, fitting, read_prompts
     from edge_runtime.format.reader import Checkpoint
 
-    asked = read_prompts(prompts) if prompts is not None else built_in_prompts()
+    if context is not None and (prompts is not None or limit is not None):
+        raise UsageError("--context has a prompt of its own: leave out --prompts and --limit")
+    if shared["original"] is not None and "fp16" not in also:
+        raise UsageError("--original has no effect without --also fp16")
+    if curve:
+        accepts = (*accepts, *(parse_declared(rate) for rate in CURVE))
     checkpoint = Checkpoint(checkpoint_path(model))
-    if ctx == "auto":
-        ctx = min(DECODE_CONTEXT, checkpoint.manifest.spec.max_position)
-    options = EngineOptions(
-        backend=backend,
-        draft=draft,
-        draft_source=draft_source,
-        kv_policy=kv_policy,
-        threads=threads,
-        ctx=ctx,
-        original=original,
-    )
+    if shared["ctx"] == "auto":
+        wanted = DECODE_CONTEXT if context is None else context + new_tokens
+        shared["ctx"] = min(wanted, checkpoint.manifest.spec.max_position)
+    options = EngineOptions(**shared)
     with contextlib.ExitStack() as opened:
-        engine, *rest = (
-            opened.enter_context(open_checkpoint(checkpoint, options_of_mode(mode, options)))
-            for mode in ("nest", *also)
+        engine = opened.enter_context(open_checkpoint(checkpoint, options))
+        bench.ways(engine, accepts)  # refuses before more is opened
+        ids = _prompts(engine, prompts, limit, context, repeats, new_tokens)
+        others = {
+            mode: opened.enter_context(open_checkpoint(checkpoint, options_of_mode(mode, options)))
+            for mode in also
+        }
+        progress = opened.enter_context(Progress())
+        document = bench.decode(
+            engine,
+            ids,
+            new_tokens=new_tokens,
+            accept=tuple(dict.fromkeys(accepts)),
+            others=others,
+            progress=progress,
         )
-        others = dict(zip(also, rest, strict=True))
-        ids = fitting(engine, asked[:limit], new_tokens, shorten=prompts is None)
-        with Progress() as progress:
-            document = bench.decode(
-                engine, ids, new_tokens=new_tokens, others=others, progress=progress
-            )
     for line in decode_lines(document):
         click.echo(line, err=as_json)
     if as_json:
         print_document(document)
+
+
+def _prompts(
+    engine: Engine,
+    file: Path | None,
+    limit: int | None,
+    context: int | None,
+    repeats: int,
+    new_tokens: int,
+) -> list[list[int]]:
+    """Return the ids of what is decoded. Raises UsageError where it does not fit."""
+    from edge_runtime.cli.selftest import built_in_prompts, fitting, read_prompts
+
+    if context is None:
+        asked = read_prompts(file) if file is not None else built_in_prompts()
+        return fitting(engine, asked[:limit], new_tokens, shorten=file is None)
+    from edge_runtime.measure.profile import default_text
+    from edge_runtime.measure.worker import CHARACTERS, prompt_of
+
+    if context + new_tokens > engine.context:
+        raise UsageError(
+            f"--context {context} and {new_tokens} new tokens do not fit a context of "
+            f"{engine.context}",
+            "lower one of them",
+        )
+    text = default_text()[: CHARACTERS * context]
+    return [prompt_of(engine.encode_text(text), context)] * repeats
 
 
 def read_line(document: dict[str, Any]) -> str:
@@ -205,6 +264,7 @@ def kernel_lines(document: dict[str, Any]) -> list[str]:
     """Return the table for people."""
     lines = [
         read_line(document),
+        *(["random weights: speed of their shape"] if document["synthetic"] else []),
         f"{'linear':<10}{'view':<6}{'rows':>5}{'ms':>10}{'GB/s':>9}{'of read':>9}",
     ]
     for row in document["rows"]:
@@ -224,24 +284,46 @@ def kernel_lines(document: dict[str, Any]) -> list[str]:
 
 
 def decode_lines(document: dict[str, Any]) -> list[str]:
-    """Return the table for people."""
+    """Return the table for people: nest by rising tokens per cycle, what is declared marked @."""
+    rows = [row for row in document["rows"] if row["mode"] != "nest"]
+    nest = [row for row in document["rows"] if row["mode"] == "nest"]
+    fp = rows[0]["ratio_to_fp16"] is not None
     lines = [
         read_line(document),
-        f"{'mode':<8}{'tok/s':>8}{'range':>17}{'x w8':>8}{'ceiling':>9}{'share':>7}{'accepted':>10}"
-        f"{'a cycle':>9}{'prefill':>9}",
+        f"{'mode':<16}{'tok/s':>8}{'range':>17}{'x w8':>8}{'  x fp16' if fp else ''}"
+        f"{'ceiling':>9}{'share':>7}{'accepted':>10}{'a cycle':>9}{'prefill':>9}",
     ]
-    for row in document["rows"]:
+    for row in [*rows, *sorted(nest, key=lambda row: float(row["tokens_per_cycle"]))]:
         speed, most = row["decode_tok_s"], row["ceiling_tok_s"]
+        name = row["mode"] if row["accept"] is None else f"{row['mode']} @{row['accept']}"
+        ratio = f"{row['ratio_to_fp16']['mean']:>8.2f}" if fp else ""
         lines.append(
-            f"{row['mode']:<8}{speed['median']:>8.1f}"
-            f"{speed['min']:>8.1f} to {speed['max']:>5.1f}{row['ratio_to_w8']['mean']:>8.2f}"
+            f"{name:<16}{speed['median']:>8.1f}"
+            f"{speed['min']:>8.1f} to {speed['max']:>5.1f}{row['ratio_to_w8']['mean']:>8.2f}{ratio}"
             + (f"{most:>9.0f}{row['share_of_ceiling']:>7.0%}" if most else f"{'':>16}")
             + (f"{row['acceptance']:>10.2f}" if row["acceptance"] is not None else f"{'':>10}")
             + f"{row['tokens_per_cycle']:>9.2f}{row['prefill_tok_s']['median']:>9.0f}"
         )
-    verdict = "none" if not document["differing"] else str(document["differing"])
-    lines.append(
-        f"{document['prompts']} prompts x {document['new_tokens']} tokens; answers of nest that "
-        f"differ from w8: {verdict}; {document['draft_why']}"
+    return lines + _notes(document)
+
+
+def _notes(document: dict[str, Any]) -> list[str]:
+    """Return what has to be known of the table."""
+    differing, notes = document["differing"], []
+    verdict = ""
+    if differing is not None:
+        verdict = f"answers of nest that differ from w8: {differing or 'none'}; "
+    notes.append(
+        f"{document['prompts']} prompts x {document['new_tokens']} tokens; {verdict}"
+        f"{document['draft_why']}"
     )
-    return lines
+    if any(row["forced"] for row in document["rows"]):
+        real = "" if differing is None else "; nest without @ is what this model's target accepts"
+        notes.append(f"@: acceptance declared, not measured, for timing alone{real}")
+    if document["synthetic"]:
+        notes.append("random weights: speed and memory of their shape; no acceptance is a model's")
+    if any(r["mode"] == "fp16" and r["backend"] == "reference" for r in document["rows"]):
+        notes.append(
+            "fp16 is the unquantised model in torch's fp32, not an optimised 16-bit engine"
+        )
+    return notes

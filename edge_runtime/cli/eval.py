@@ -64,10 +64,12 @@ def command(model: str, files: tuple[Path, ...], as_json: bool, **asked: Any) ->
     are compared in pairs. The table goes to stdout; with --json to stderr.
     """
     from edge_runtime.evaluate import data, report
+    from edge_runtime.format.manifest import require_model
     from edge_runtime.format.reader import Checkpoint
 
     options = make_options(asked)
     checkpoint = Checkpoint(checkpoint_path(model))
+    require_model(checkpoint.manifest, "eval")
     read = [data.read(path) for path in files]
     document = evaluate(checkpoint, options, read, asked)
     for line in report.lines(document):

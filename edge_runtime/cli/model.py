@@ -87,6 +87,14 @@ def open_checkpoint(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Open an engine on a checkpoint and say what was chosen."""
     open_ = _open_original if options.view == "fp" else _open
     engine = open_(checkpoint, options)
+    if (synthetic := checkpoint.manifest.synthetic) is not None:
+        engine.synthetic = True  # of --view fp too
+        log.warning(
+            "%s has random weights in the shape of %s: for speed and memory; its answers mean "
+            "nothing",
+            checkpoint.path.name,
+            synthetic.shape,
+        )
     d = engine.draft
     log.info(
         "%s · backend %s · view %s · %s · KV %s · context %d",

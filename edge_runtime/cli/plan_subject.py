@@ -65,6 +65,7 @@ def _from_manifest(manifest: fmt.Manifest, name: str) -> Subject:
         name=name,
         spec=manifest.spec,
         group_size=manifest.group_size,
+        synthetic=manifest.synthetic is not None,
         acceptance=None if agreement is None else agreement.draft_target,
         acceptance_source=""
         if agreement is None

@@ -42,6 +42,8 @@ def describe(plan: Plan, notes: Sequence[str]) -> Iterator[str]:
     """Yield the report, line by line."""
     mode = f", mode {plan.mode}" if plan.mode else ""
     yield f"{plan.model} on {plan.device_title} ({plan.device}{mode})"
+    if plan.synthetic:
+        yield "note: random weights, made for timing: the sizes of a model, but no model"
     yield from (f"note: {note}" for note in notes)
     yield ""
     yield from _memory(plan)

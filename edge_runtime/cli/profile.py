@@ -207,7 +207,9 @@ def _measure(model: str, asked: dict[str, Any], progress: Any) -> dict[str, Any]
         _make_folder(out)
     wishes = _wishes(path, asked, manifest)
     name = path.name.encode("utf-8", "replace").decode()
-    document: dict[str, Any] = {"model": name, "device": None, "energy": None}
+    synthetic = manifest.synthetic is not None
+    document: dict[str, Any] = {"model": name, "synthetic": synthetic}
+    document |= {"device": None, "energy": None}
     with _meter(asked) as (joules, why):
         if joules is not None:
             joules.measure_idle(IDLE_S)

@@ -144,6 +144,7 @@ def examine(
     rows = run(engine, ids, cases, new_tokens)
     return {
         "backend": engine.backend_name,
+        "synthetic": engine.synthetic,
         "context_max": engine.context,
         "texts_lost": lost,
         "prompts": len(ids),
@@ -332,4 +333,6 @@ def report(document: dict[str, Any]) -> list[str]:
         f"{verdict}: {document['total']['tokens']} tokens compared; {document['planes_verified']} "
         f"planes verified; {texts} of {len(TEXTS)} texts survive the tokenizer"
     )
+    if document["synthetic"]:
+        lines.append("random weights: exact all the same, but no model")
     return lines

@@ -62,13 +62,17 @@ class Engine:
         context: int,
         draft: DraftChoice,
         policy: KvPolicy = KV8,
+        synthetic: bool = False,
         backend_why: str = "",
         chunk: int = DEFAULT_CHUNK,
         group_size: int = 0,
         layout: Layout = "nest",
         watch: MemoryWatch | None = None,
     ) -> None:
-        """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`."""
+        """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`.
+
+        synthetic: the weights are random, and every result says so.
+        """
         self.watch = watch or MemoryWatch()
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
@@ -86,7 +90,9 @@ class Engine:
         self.template = ChatTemplate(
             text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
         )
-        self._cycles: Cycles | None = None
+        self._cycles: dict[tuple[View, int | None, int], Cycles] = {}
+        self.synthetic = synthetic
+        self.forced: tuple[int, ...] = ()  # for timing alone: drafted tokens to accept, in turns
         self.phases: list[Phase] | None = None  # a list: noted there as they end
         self._keys: list[Key] = []
         self._closed = False
@@ -148,6 +154,7 @@ class Engine:
             context=context,
             draft=choice,
             policy=policy,
+            synthetic=manifest.synthetic is not None,
             backend_why=why,
             group_size=manifest.group_size,
             layout=held,
@@ -306,10 +313,12 @@ class Engine:
     def device_cycles(self) -> Cycles | None:
         """Return what drafts and verifies by itself, or None where the backend does not."""
         backend = self.model.backend
-        if self._cycles is None and isinstance(backend, RunsCycles):
+        # measurements change these, in turns; each keeps its graphs
+        kind = self.target_view, self.policy.recent, len(self.forced)
+        if kind not in self._cycles and isinstance(backend, RunsCycles):
             target, draft = (self.model.program(view) for view in (self.target_view, "w4"))
-            self._cycles = backend.cycles(target, draft, self.cache, self.policy.recent)
-        return self._cycles
+            self._cycles[kind] = backend.cycles(target, draft, self.cache, self.policy.recent)
+        return self._cycles.get(kind)
 
     def note(self, phase: PhaseName, started: float, ended: float | None = None) -> None:
         """Note that a phase that began at `started` is over, for who measures energy."""

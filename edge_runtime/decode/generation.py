@@ -68,6 +68,7 @@ class Generation:
         self._deadline = None if deadline_s is None else self._started + deadline_s
         self._cancelled = threading.Event()
         self._answer: list[int] = []
+        self._forced = engine.forced
         self._stats = DraftStats()
         self._stream = engine.new_stream(stop, continues=continues)
         self._given_source = draft_source is not None
@@ -84,6 +85,8 @@ class Generation:
             context_max=engine.context,
             draft_why=engine.draft.why,
             seed=sampling.seed,
+            synthetic=engine.synthetic,
+            forced=bool(engine.forced),
         )
         self._device: DeviceCycles | None = None
         self._tokens = self._run()
@@ -255,7 +258,7 @@ class Generation:
             return None
         if (cycles := engine.device_cycles()) is None:
             return None
-        cycles.begin([*self._prompt.ids, first], sampling)
+        cycles.begin([*self._prompt.ids, first], sampling, self._forced)
         return DeviceCycles(
             cycles, engine.draft, engine.governor, known=len(self._prompt) + 1,
             context=engine.context, draft_share=engine.draft_share,
@@ -289,16 +292,25 @@ class Generation:
         return gamma
 
     def _accept(self, logits: Logits, start: int, draft: list[int]) -> list[int]:
-        """Return the target's tokens: the agreeing prefix of the draft and one more."""
+        """Return the target's tokens: the agreeing prefix of the draft and one more.
+
+        Where acceptance is forced, as much of the draft as declared, and the target's token after
+        that; the time is that of a cycle that accepts so many.
+        """
         greedy = logits.argmax(self._allowed) if self._sampling.plain_greedy else None
+        most, forced = len(draft), self._forced
+        if forced:
+            most = min(forced[self._stats.cycles % len(forced)], most)
         chosen: list[int] = []
-        for i in range(len(draft) + 1):
+        for i in range(most + 1):
             if greedy is not None:
                 token = greedy[i]
             else:
                 token = self._sample(logits, i, start + i + 1, chosen)
+            if forced and i < most:
+                token = draft[i]
             chosen.append(token)
-            if i == len(draft) or token != draft[i]:
+            if i == most or token != draft[i]:
                 break
         return chosen
 
@@ -345,4 +357,6 @@ class Generation:
         r.decode_tok_s = self._stats.emitted / r.decode_s if r.decode_s else 0.0
         r.draft = self._stats.as_dict()
         r.memory = engine.memory()
+        if self._forced:
+            engine.reuse([])  # no text that another one may go on from
         engine.ended(self)

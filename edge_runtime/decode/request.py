@@ -79,6 +79,8 @@ class Result:
     seed: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     energy: dict[str, Any] | None = None
+    synthetic: bool = False  # of random weights
+    forced: bool = False  # what was accepted was declared, for timing alone: no text
 
 
 class Prompt:

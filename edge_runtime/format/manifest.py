@@ -197,6 +197,16 @@ def _check_origin(manifest: Manifest, where: str) -> None:
         )
 
 
+def require_model(manifest: Manifest, what: str) -> None:
+    """Raise CheckpointError for random weights, before `what` would measure how good they are."""
+    if manifest.synthetic is not None:
+        raise CheckpointError(
+            f"{what} needs a model: expected a converted one, got random weights in the shape of "
+            f"{manifest.synthetic.shape}",
+            "synthetic checkpoints are for speed and memory: bench, profile",
+        )
+
+
 def _check_shares(manifest: Manifest, where: str) -> None:
     shares = {"clipped_share": manifest.clipped_share}
     if manifest.agreement is not None:

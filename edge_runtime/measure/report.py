@@ -96,7 +96,10 @@ def lines(document: Document) -> Iterator[str]:
     where = board["model"] or f"{state['system']}, {state['cores']} cores"
     mode = f", mode {board['mode']}" if board["mode"] else ""
     commit = f" ({state['commit']})" if state["commit"] else ""
-    yield f"{document['model']} on {where}{mode}; bitnest-edge {state['version']}{commit}"
+    name = document["model"]
+    if document["synthetic"]:
+        name += " (random weights: speed and memory of its shape, no model)"
+    yield f"{name} on {where}{mode}; bitnest-edge {state['version']}{commit}"
     if document["rows"]:
         yield from table(document["rows"])
     if any(r["mode"] == "fp16" and r["backend"] == "reference" for r in document["rows"]):

@@ -31,6 +31,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int | None = None
     acceptance: float | None = None
     acceptance_source: str = ""
+    synthetic: bool = False  # a checkpoint of random weights
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +112,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     published: Published | None
     assumes: tuple[str, ...]
     would_fit: tuple[Alternative, ...] = ()
+    synthetic: bool = False
 
 
 def device_pool(device: DeviceProfile, **wishes: Any) -> Pool:
@@ -236,6 +238,7 @@ def plan(
         speeds=speeds,
         published=_compared(published.claims(subject.name, device.name), held, pool),
         assumes=predict.assumptions(device, chosen, top, alpha),
+        synthetic=subject.synthetic,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_runtime import bench
+from edge_runtime.cli.bench import CURVE
 from edge_runtime.decode.engine import Engine
 
 
@@ -94,6 +95,70 @@ def test_bytes_of_a_step_are_the_planes(tiny_checkpoint: Path) -> None:
         assert both - base == size
         per_token = bench.step_bytes(engine, "w4", 1) - base
         assert per_token == spec.num_layers * 2 * spec.num_kv_heads * (spec.head_dim + 2)
+
+
+def test_declared_acceptance(call, tiny_checkpoint: Path) -> None:
+    args = ("bench", "decode", tiny_checkpoint, "-n", 17, "--limit", 1, "--backend", "cpu")
+    code, out, err = call(
+        *args, "--accept", "4,4,3", "--accept", "0.5", "--draft", 4, "--also", "fp", "--json"
+    )
+    assert code == 0, err
+    document = json.loads(out)
+    rows = {(row["mode"], row["accept"]): row for row in document["rows"]}
+    assert list(rows) == [
+        ("w8", None), ("w4", None), ("nest", None), ("fp16", None), ("nest", "4,4,3"),
+        ("nest", "0.5"),
+    ]  # fmt: skip
+    assert document["differing"] == 0  # of the answer that is one
+    assert [row["forced"] for row in rows.values()] == [False] * 4 + [True] * 2
+    assert rows["nest", "0.5"]["declared_tokens_per_cycle"] == 3
+    assert rows["nest", "0.5"]["acceptance"] == pytest.approx(0.5, abs=0.06)
+    assert rows["nest", "4,4,3"]["tokens_per_cycle"] > rows["nest", "0.5"]["tokens_per_cycle"]
+    assert rows["fp16", None]["ratio_to_fp16"]["mean"] == 1
+    assert rows["nest", None]["ratio_to_fp16"]["mean"] > 0
+    assert not document["synthetic"]
+    table = [line.split("  ")[0] for line in err.splitlines()]
+    assert "nest @0.5" in table
+    assert "nest" in table
+    assert "declared, not measured" in err
+    assert "not an optimised 16-bit engine" in err
+
+
+def test_a_curve_of_a_context(call, tiny_checkpoint: Path) -> None:
+    code, out, err = call(
+        *("bench", "decode", tiny_checkpoint, "-n", 8, "--context", 33, "--repeats", 1),
+        *("--curve", "--draft", 2, "--draft-source", "base", "--backend", "cpu", "--json"),
+    )
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["prompt_tokens"] == 33
+    curve = [row for row in document["rows"] if row["forced"]]
+    assert [row["accept"] for row in curve] == list(CURVE)
+    per_cycle = [row["declared_tokens_per_cycle"] for row in curve]
+    assert per_cycle == [1 + 2 * float(rate) for rate in CURVE]
+    lines = [line for line in err.splitlines() if line.startswith("nest")]
+    assert len(lines) == len(CURVE) + 1  # and what was measured, at its place
+    cycles = [float(line.split()[-2]) for line in lines]
+    assert cycles == sorted(cycles)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--accept", "0.9"], "--draft 4"),
+        (["--accept", "0.9", "--draft", 4, "--draft-source", "both"], "fixed draft of the base"),
+        (["--accept", "0.9", "--draft", "off"], "fixed draft"),
+        (["--accept", "5", "--draft", 4], "at most the 4 tokens"),
+        (["--accept", "1.1"], "a rate from 0.0 to 1.0"),
+        (["--context", 8, "--limit", 1], "--context"),
+        (["--context", 2047], "do not fit a context of 2048"),
+        (["--original", "x"], "without --also"),
+    ],
+)
+def test_what_decode_refuses(call, tiny_checkpoint: Path, args: list[object], reason: str) -> None:
+    code, out, err = call("bench", "decode", tiny_checkpoint, "--backend", "cpu", *args)
+    assert (code, out) == (2, "")
+    assert reason in err
 
 
 def _manifest(folder: Path) -> dict:

@@ -111,7 +111,22 @@ def test_penalties_and_allowed_ids_take_the_hosts_way(opened: Callable[..., Engi
     assert answers(engine, TEXT, sampling, 5) == answers(
         opened("reference", draft="off"), TEXT, sampling, 5
     )
-    assert engine._cycles is None
+    assert not engine._cycles
+
+
+def test_a_declared_pattern_and_the_text_after_it(opened: Callable[..., Engine]) -> None:
+    """What is accepted as declared are the reference's tokens, and they are forgotten."""
+    results, count = [], NEW + 8  # at the end drafts get shorter, one cycle earlier on a device
+    engines = [opened(backend, draft="3", draft_source="base") for backend in ("reference", "cuda")]
+    for engine in engines:
+        engine.forced = (3, 0, 2)
+        results.append(engine.generate(TEXT, max_new_tokens=count, ignore_eos=True).complete())
+        engine.forced = ()
+        assert results[-1].forced
+    assert results[0].token_ids[:NEW] == results[1].token_ids[:NEW]
+    again = [e.generate(TEXT, max_new_tokens=2, ignore_eos=True).complete() for e in engines]
+    assert again[0].token_ids == again[1].token_ids
+    assert [r.cached_tokens for r in again] == [0, 0]
 
 
 def test_forced_acceptance(opened: Callable[..., Engine]) -> None:

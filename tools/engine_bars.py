@@ -6,17 +6,16 @@
 Random weights accept nothing, so acceptance is declared: a fixed pattern of accepted tokens is
 forced on the device, and the result is a curve over tokens per cycle. steps: device time of one
 pass, replayed from its graph. cycles: draft 4, verify 5, accept, with the host in between, against
-the w8 view one token at a time; host: time of the thread that launches and reads, without waiting.
-latency: 2,000 cycles, alone and beside a second process that computes. action: 288 rows of an image
-prompt and 7 tokens (OpenVLA). Kinds are timed in turns; figures are medians with their range. The
-last line of stdout is one JSON document.
+the w8 view and the unquantised model in 16 bits, one token at a time; host: time of the thread that
+launches and reads, without waiting. latency: 2,000 cycles, alone and beside a second process that
+computes. action: 288 rows of an image prompt and 7 tokens (OpenVLA). Kinds are timed in turns;
+figures are medians with their range. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import statistics
 import sys
@@ -29,101 +28,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_models import SEGMENT, Model, open_half, open_model
 
 from edge_runtime.cache.policy import KvPolicy, parse_policy
-from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda import sizes
-from edge_runtime.kernels.cuda.backend import CudaBackend
-from edge_runtime.kernels.cuda.linear import DeviceLinear
-from edge_runtime.kernels.cuda.memory import pool, usual_device
-from edge_runtime.kernels.cuda.timing import linears
-from edge_runtime.kernels.cuda.weights import DeviceWeights
-from edge_runtime.kernels.layout import CHUNK_ROWS, MAX_GAMMA
+from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.sampling import Parameters
-from edge_runtime.model.rope import rope_tables
-from edge_runtime.model.transformer import geometry, model_program
-from edge_runtime.plan.footprint import linear_shapes
 from edge_runtime.profiles.load import shape
 
 GAMMA = 4
 # tokens accepted, in turns: 1.0, 2.0, 3.0, 4.0, 4.5, 4.8 and 5.0 tokens per cycle
 PATTERNS = ((0,), (1,), (2,), (3,), (3, 4), (4, 4, 4, 4, 3), (4,))
-LATENCY_CYCLES, SEGMENT = 2000, 100
+LATENCY_CYCLES = 2000
 ACTION_ROWS, ACTION_TOKENS = 288, 7  # OpenVLA: image and text, an action of seven numbers
-ROW_SCALE = 0.05  # of what a linear adds to the residual stream, so that all layers stay finite
-
-
-@dataclass(frozen=True)
-class Model:
-    """A backend with random weights, its programs and a cache filled with random tokens."""
-
-    spec: ModelSpec
-    backend: CudaBackend
-    cache: Any
-    policy: KvPolicy
-    context: int  # tokens in the cache
-
-    def program(self, view: ops.View) -> ops.Program:
-        """Return the one program of a view."""
-        return _PROGRAMS.setdefault((id(self), view), model_program(self.spec, view))
-
-    def cycles(self, view: ops.View) -> ops.Cycles:
-        """Return cycles with a view as target."""
-        return self.backend.cycles(
-            self.program(view), self.program("w4"), self.cache, self.policy.recent
-        )
-
-
-_PROGRAMS: dict[tuple[int, ops.View], ops.Program] = {}
-
-
-def random_weights(spec: ModelSpec, group: int, device: torch.device, tokens: int) -> DeviceWeights:
-    """Make weights on the device: uniform planes, and scales that keep the numbers near one."""
-    arch = pool(device).arch
-    made: dict[str, DeviceLinear] = {}
-    for name, (N, K) in linear_shapes(spec).items():
-        w = linears.weights(N, K, sizes.row_tile(arch), group, device=str(device))
-        w.mult.abs_().clamp_(1)
-        if w.mult_rows is not None:
-            w.mult_rows.abs_().clamp_(1)
-        # codes of +-74 and +-45, multipliers of 19,000, as root mean squares; x_scale is near 1/40
-        w.scale.fill_(ROW_SCALE / (math.sqrt(K) * 74 * 45 * 19_000 / 40))
-        made[name] = w
-    V, H = spec.vocab_size, spec.hidden_size
-    cos, sin = (torch.from_numpy(t).to(device) for t in rope_tables(spec, tokens))
-    norms = {
-        f"layers.{i}.{which}_norm": torch.ones(spec.head_dim, device=device)
-        for i in range(spec.num_layers if spec.qk_norm else 0)
-        for which in "qk"
-    }
-    embedding = torch.randint(-127, 128, (V, H), dtype=torch.int8, device=device)
-    tensors = [embedding, cos, sin, *norms.values()]
-    for w in made.values():
-        tensors += [w.base, w.refine, w.mult, w.scale]
-    return DeviceWeights(
-        linears=made,
-        embedding=embedding,
-        embedding_scale=torch.full((V,), 1 / 73, device=device),
-        cos=cos,
-        sin=sin,
-        head_norms=norms,
-        num_bytes=sum(t.nbytes for t in tensors),
-    )
-
-
-def open_model(spec: ModelSpec, group: int, context: int, policy: KvPolicy) -> Model:
-    """Make a model whose cache holds `context` random tokens and has room for what follows."""
-    device = usual_device()
-    torch.manual_seed(0)
-    room = max(context, ACTION_ROWS) + SEGMENT * (GAMMA + 1) + MAX_GAMMA
-    weights = random_weights(spec, group, device, room)
-    backend = CudaBackend(weights, geometry(spec, spec.vocab_size), device)
-    cache = backend.new_cache(room)
-    for plane in (cache.key_base, cache.key_refine, cache.value_base, cache.value_refine):
-        plane.random_(0, 256)
-    cache.scale.uniform_(0.02, 0.1)
-    return Model(spec, backend, cache, policy, context)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -140,13 +57,13 @@ def told(what: str, values: dict[str, float], unit: str = "ms", factor: float = 
 # passes
 
 
-def steps(model: Model, turns: int) -> dict[str, Any]:
+def steps(model: Model, plain: Model, turns: int) -> dict[str, Any]:
     """Device time of single passes at the end of the context."""
     kinds: list[tuple[ops.View, int, int | None]] = [
         ("w4", 1, model.policy.recent), ("w8", 1, None), ("w8", 2, None), ("w8", 5, None),
-        ("w8", 8, None),
+        ("w8", 8, None), ("fp", 1, None),
     ]  # fmt: skip
-    replays = {kind: _pass_replay(model, *kind) for kind in kinds}
+    replays = {kind: _pass_replay(plain if kind[0] == "fp" else model, *kind) for kind in kinds}
     found: dict[Any, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 1):
         for kind, replay in replays.items():
@@ -234,33 +151,40 @@ def run_cycles(cycles: ops.Cycles, model: Model, base: int, forced: Any, count: 
     return run
 
 
-def measure_cycles(model: Model, turns: int, count: int = 40) -> dict[str, Any]:
-    """The curve: nest at every pattern and w8 alone, in turns."""
-    nest, alone = model.cycles("w8"), model.cycles("w8")
+def measure_cycles(model: Model, plain: Model, turns: int, count: int = 40) -> dict[str, Any]:
+    """The curve: nest at every pattern, w8 and fp16 one token at a time, in turns."""
+    nest, alone, plain16 = model.cycles(), model.cycles(), plain.cycles()
     kinds: list[tuple[str, ops.Cycles, int, Any]] = [
         *((f"nest {1 + sum(p) / len(p):.1f} tokens a cycle", nest, GAMMA, p) for p in PATTERNS),
         ("w8", alone, 0, ()),
+        ("fp16", plain16, 0, ()),
     ]
     speeds: dict[str, list[float]] = {name: [] for name, *_ in kinds}
     facts: dict[str, Run] = {}
     for turn in range(turns + 1):
         for name, cycles, base, forced in kinds:
-            run = run_cycles(cycles, model, base, forced, count)
+            run = run_cycles(cycles, model, base, forced, count)  # fp16 has the same context
             if turn:
                 speeds[name].append(run.tokens / run.seconds)
                 facts[name] = run
     rows = {}
-    one = statistics.median(speeds["w8"])
+    one, sixteen = (statistics.median(speeds[name]) for name in ("w8", "fp16"))
     for name, values in speeds.items():
         run, median = facts[name], statistics.median(values)
         rows[name] = {
             "tok_s": spread(values),
             "of_w8": median / one,
+            "of_fp16": median / sixteen,
             "cycle_s": run.seconds / len(run.each),
             "device_busy": run.device / run.seconds,
             "host_s": run.host / len(run.each),
         }
-        told(f"{name} ({median / one:.2f} x w8)", rows[name]["tok_s"], "tok/s", 1)
+        told(
+            f"{name} ({median / one:.2f} x w8, {median / sixteen:.2f} x fp16)",
+            rows[name]["tok_s"],
+            "tok/s",
+            1,
+        )
         print(
             f"  a cycle {rows[name]['cycle_s'] * 1e3:.3f} ms, graphs busy "
             f"{rows[name]['device_busy']:.3f}, host {rows[name]['host_s'] * 1e6:.0f} us",
@@ -271,7 +195,7 @@ def measure_cycles(model: Model, turns: int, count: int = 40) -> dict[str, Any]:
 
 def latency(model: Model) -> dict[str, Any]:
     """Percentiles of a cycle's time and of a token's, alone and beside another process."""
-    cycles, pattern = model.cycles("w8"), PATTERNS[-2]
+    cycles, pattern = model.cycles(), PATTERNS[-2]
     run_cycles(cycles, model, GAMMA, pattern, 20)
     found = {"alone": run_cycles(cycles, model, GAMMA, pattern, LATENCY_CYCLES)}
     with other_process():
@@ -333,28 +257,31 @@ def prompt(model: Model, rows: int, turns: int, *, embedded: bool = False) -> di
                 positions=positions,
                 full_from=np.zeros(n, np.int64),
             )
-            logits = model.backend.run(model.program("w8"), batch, model.cache)
+            logits = model.backend.run(model.program(model.target), batch, model.cache)
         logits.argmax()
         if turn:
             values.append(time.perf_counter() - started)
     return spread(values)
 
 
-def action(model: Model, turns: int) -> dict[str, Any]:
-    """An action: a prompt of embedding rows, then seven tokens, drafted and not."""
-    first = prompt(model, ACTION_ROWS, turns, embedded=True)
-    told(f"prompt of {ACTION_ROWS} rows", first)
-    rows: dict[str, Any] = {"prompt_s": first}
-    small = Model(model.spec, model.backend, model.cache, model.policy, ACTION_ROWS)
-    for name, base, forced, count in (
-        ("w8", 0, (), ACTION_TOKENS - 1),
-        ("nest, all accepted", 5, (5,), 1),
-        ("nest, 2 of 3 accepted", 3, (2,), 2),
+def action(model: Model, plain: Model, turns: int) -> dict[str, Any]:
+    """An action: a prompt of embedding rows, then the other six tokens, drafted and not."""
+    rows: dict[str, Any] = {}
+    for name, of, base, forced, count in (
+        ("w8", model, 0, (), ACTION_TOKENS - 1),
+        ("nest, all accepted", model, 5, (5,), 1),
+        ("nest, 2 of 3 accepted", model, 3, (2,), 2),
+        ("fp16", plain, 0, (), ACTION_TOKENS - 1),
     ):
-        cycles = small.cycles("w8")
+        first = prompt(of, ACTION_ROWS, turns, embedded=True)
+        small = Model(of.spec, of.backend, of.cache, of.policy, ACTION_ROWS)
+        cycles = small.cycles()
         values = [run_cycles(cycles, small, base, forced, count).seconds for _ in range(turns + 2)]
-        rows[name] = spread(values[2:])
-        told(f"then 6 tokens, {name}", rows[name])
+        rest = spread(values[2:])
+        whole = first["median"] + rest["median"]
+        rows[name] = {"prompt_s": first, "rest_s": rest, "whole_s": whole}
+        told(f"action, {name}: prompt", first)
+        told(f"action, {name}: 6 tokens", rest)
     return rows
 
 
@@ -372,7 +299,9 @@ def main() -> None:
     options = parser.parse_args()
     only, turns = options.only.split(","), options.turns
     policy = parse_policy(options.policy)
-    model = open_model(shape(options.shape).spec, options.group, options.context, policy)
+    spec = shape(options.shape).spec
+    model = open_model(spec, options.group, options.context, policy)
+    plain = open_half(spec, options.context)
     document: dict[str, Any] = {
         "shape": options.shape, "context": options.context, "policy": str(policy),
         "weights": "random", "weights_bytes": model.backend.weights_bytes,
@@ -380,16 +309,19 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter",
     }  # fmt: skip
     if "steps" in only:
-        document["steps"] = steps(model, turns)
+        document["steps"] = steps(model, plain, turns)
     if "cycles" in only:
-        document["cycles"] = measure_cycles(model, turns)
+        document["cycles"] = measure_cycles(model, plain, turns)
     if "latency" in only:
         document["latency"] = latency(model)
     if "prefill" in only:
-        document["prefill"] = prompt(model, options.context, turns)
-        told(f"prompt of {options.context} tokens", document["prefill"])
+        both = {"w8": model, "fp16": plain}
+        found = {name: prompt(of, options.context, turns) for name, of in both.items()}
+        document["prefill"] = found
+        for name, values in found.items():
+            told(f"prompt of {options.context} tokens, {name}", values)
     if "action" in only:
-        document["action"] = action(model, turns)
+        document["action"] = action(model, plain, turns)
     text = json.dumps(document)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import os
 import sys
@@ -21,14 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.fixture(scope="module")
 def bars() -> Any:
-    path = Path(__file__).parents[3] / "tools" / "engine_bars.py"
-    spec = importlib.util.spec_from_file_location("engine_bars", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["engine_bars"] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+    return importlib.import_module("engine_bars")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def model(bars: Any) -> Any:
 
 
 def test_cycles_follow_the_pattern(bars: Any, model: Any) -> None:
-    run = bars.run_cycles(model.cycles("w8"), model, 2, (2, 0), 3)
+    run = bars.run_cycles(model.cycles(), model, 2, (2, 0), 3)
     assert run.tokens == 3 + 1 + 3
     assert len(run.each) == 3
     assert run.seconds >= run.device > 0
@@ -54,3 +48,9 @@ def test_random_weights_stay_finite(bars: Any, model: Any) -> None:
     found = bars.prompt(model, 5, 1, embedded=True)
     assert 0 < found["min"] <= found["median"] <= found["max"]
     assert not math.isnan(found["median"])
+
+
+def test_the_unquantised_model(bars: Any, model: Any) -> None:
+    plain = bars.open_half(model.spec, 12)
+    run = bars.run_cycles(plain.cycles(), plain, 0, (), 2)
+    assert run.tokens == len(run.each) == 2

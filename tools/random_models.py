@@ -112,9 +112,12 @@ def open_half(spec: ModelSpec, context: int) -> Model:
     return Model(spec, backend, cache, KV8, context)
 
 
-def open_model(spec: ModelSpec, group: int, context: int, policy: KvPolicy) -> Model:
-    """Make a model whose cache holds `context` random tokens and has room for what follows."""
-    device, room = usual_device(), room_for(context)
+def open_model(
+    spec: ModelSpec, group: int, context: int, policy: KvPolicy, room: int | None = None
+) -> Model:
+    """Make a model whose cache holds `context` random tokens and has room for what follows, or for
+    `room` tokens in all."""
+    device, room = usual_device(), room or room_for(context)
     torch.manual_seed(0)
     weights = random_weights(spec, group, device, room)
     backend = CudaBackend(weights, geometry(spec, spec.vocab_size), device)

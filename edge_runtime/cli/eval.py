@@ -164,6 +164,7 @@ def bound_to(
         source = original_source(manifest, asked["original"])
         try:
             found["original"] = dict(source.provenance)
+            found["original_backend"] = "cuda" if backend == "cuda" else "reference"
         finally:
             source.close()
     elif asked["original"] is not None:
@@ -186,6 +187,7 @@ class Opener:
         from edge_runtime.kernels.layout import kv_stored_per_token_bytes
 
         self._checkpoint, self._context, self._asked = checkpoint, context, asked
+        self._backend = backend
         spec = checkpoint.manifest.spec
         more = sum(v.opened_as == "nest" for v in options.views) - 1
         self._more_bytes = (
@@ -206,8 +208,8 @@ class Opener:
             finally:
                 source.close()
         backend = asked["backend"]
-        if name == "fp" and backend == "cpu":
-            backend = "reference"  # the native kernels are for planes alone
+        if name == "fp":  # the native kernels are for planes alone
+            backend = "auto" if self._backend == "cuda" else "reference"
         options = EngineOptions(
             backend=backend,
             view=name,

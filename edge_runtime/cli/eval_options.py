@@ -88,10 +88,20 @@ def _number(low: int, high: int) -> Callable[[str], int]:
     return parsed
 
 
+def _gamma(text: str) -> int:
+    """Return a draft length, 0 for auto."""
+    if text == "auto":
+        return 0
+    try:
+        return _number(1, 7)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor auto") from None
+
+
 VIEWS = Parsed("views", _listed(_view))
 POLICIES = Parsed("policies", _listed(_policy))
 SOURCES = Parsed("sources", _listed(_source))
-GAMMAS = Parsed("gammas", _listed(_number(1, 7)))
+GAMMAS = Parsed("gammas", _listed(_gamma))
 PREFIXES = Parsed("tokens", _listed(_number(1, 10**7)))
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
@@ -170,7 +180,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help='End an answer before this text; repeatable.  [default: gsm8k "Question:"]',
     ),
     click.option(
-        "--gamma", type=GAMMAS, metavar="N,…", help="acceptance: draft lengths.  [default: 1,2,4,7]"
+        "--gamma",
+        type=GAMMAS,
+        metavar="N,…",
+        help="acceptance: draft lengths; auto: as the engine chooses.  [default: 1,2,4,7]",
     ),
     click.option(
         "--kv-policy",

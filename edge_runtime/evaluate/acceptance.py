@@ -2,7 +2,9 @@
 
 Invariant: every way to draft gives the tokens of the target decoding alone; how many answers did
 not is reported (it must be none). A way is a length γ, a source (`base`; `both`: base and look-up;
-`ngram`: look-up alone) and a policy. Definitions, as the papers have them:
+`ngram`: look-up alone) and a policy; or `auto`, what the engine does by itself: its governor goes
+by measured times, so its counts differ a little from run to run. Definitions, as the papers have
+them:
 
     acceptance        accepted / drafted tokens; what comes behind a refused token counts as drafted
     tokens a cycle    tokens emitted / verifications
@@ -14,12 +16,11 @@ The last cycle of an answer drafts no more than the answer may still hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_runtime.cache.policy import KvPolicy
+from edge_runtime.cache.policy import KV8, KvPolicy
 from edge_runtime.decode.draft import (
     BaseDraft,
     BothDraft,
@@ -37,22 +38,28 @@ from edge_runtime.evaluate.resume import Record
 from edge_runtime.evaluate.views import Views
 from edge_runtime.kernels.ops import Logits
 
+AUTO = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to draft."""
+    """One way to draft. gamma 0: what the engine does by itself."""
 
     gamma: int
-    source: SourceName
-    policy: KvPolicy
+    source: SourceName = "both"
+    policy: KvPolicy = KV8
 
     def __str__(self) -> str:
         """Return its name in records and documents."""
+        if self.gamma == AUTO:
+            return "auto"
         return f"{self.gamma} {self.source} {self.policy}"
 
     @property
     def fields(self) -> dict[str, Any]:
         """What a row says of it."""
+        if self.gamma == AUTO:
+            return {"gamma": "auto", "source": "auto", "kv_policy": str(self.policy)}
         return {"gamma": self.gamma, "source": self.source, "kv_policy": str(self.policy)}
 
 
@@ -60,12 +67,14 @@ def ways(
     gammas: Sequence[int], sources: Sequence[SourceName], policies: Sequence[KvPolicy]
 ) -> list[Way]:
     """Return every combination once; look-up alone reads no cache and has the first policy."""
-    return [
+    found = [
         Way(g, s, p)
         for s in sources
         for p in (policies[:1] if s == "ngram" else policies)
         for g in gammas
+        if g != AUTO
     ]
+    return found + [Way(AUTO)] * (AUTO in gammas)
 
 
 class SlotCounter:
@@ -138,33 +147,31 @@ class Acceptance:
     def run(self, item: Item, views: Views) -> Record:
         """Decode one prompt in every way, and by the target alone."""
         engine = views.engine("nest")
-        sampling = seeded(self._sampling, item)
-        with _as_it_was(engine):
-            right = self._decode(engine, item, None, None, sampling)
+        own, sampling = engine.draft, seeded(self._sampling, item)
+        try:
+            right = self._decode(engine, item, DraftChoice(0, "base", "eval"), None, sampling)
             found: Record = {}
             for way in self._grid:
-                counter = SlotCounter(draft_source(engine, way, item.ids, sampling), way.gamma)
-                result = self._decode(engine, item, way, counter, sampling)
-                counter.finish(int(result.draft["accepted"]))
-                found[str(way)] = {
-                    "drafted": counter.drafted,
-                    "accepted": counter.accepted,
-                    "reached": counter.reached,
-                    "cycles": int(result.draft["cycles"]),
-                    "emitted": max(0, result.new_tokens - (result.finish_reason != "eos")),
-                    "differs": int(result.token_ids != right.token_ids),
-                }
+                counter = None
+                if way.gamma != AUTO:
+                    counter = SlotCounter(draft_source(engine, way, item.ids, sampling), way.gamma)
+                choice = own if counter is None else DraftChoice(way.gamma, "base", "eval")
+                result = self._decode(engine, item, choice, counter, sampling)
+                found[str(way)] = _cell(result, counter)
+                found[str(way)]["differs"] = int(result.token_ids != right.token_ids)
+        finally:
+            engine.draft = own
         return found | {"prompt_tokens": len(item.ids), "new_tokens": right.new_tokens}
 
     def _decode(
         self,
         engine: Engine,
         item: Item,
-        way: Way | None,
+        choice: DraftChoice,
         source: DraftSource | None,
         sampling: Sampling,
     ) -> Result:
-        engine.draft = DraftChoice(way.gamma if way else 0, "base", "eval")
+        engine.draft = choice
         return engine.generate(
             item.ids,
             max_new_tokens=self._new_tokens,
@@ -198,7 +205,7 @@ class Acceptance:
         return [
             report.row(
                 self.name, workload, str(way), "acceptance", stats.share(accepted, drafted),
-                **way.fields, slots=_slots(cells),
+                **way.fields, slots=_slots(cells) if way.gamma != AUTO else [],
             ),
             report.row(
                 self.name, workload, str(way), "tokens per cycle", per_cycle, **way.fields
@@ -224,6 +231,20 @@ class Acceptance:
         return pairs
 
 
+def _cell(result: Result, counter: SlotCounter | None) -> Record:
+    """Counts of one answer; without a counter all slots are one."""
+    drafted, accepted = int(result.draft["drafted"]), int(result.draft["accepted"])
+    slots = [drafted], [accepted], [drafted]
+    if counter is not None:
+        counter.finish(accepted)
+        slots = counter.drafted, counter.accepted, counter.reached
+    return {
+        **dict(zip(("drafted", "accepted", "reached"), slots, strict=True)),
+        "cycles": int(result.draft["cycles"]),
+        "emitted": max(0, result.new_tokens - (result.finish_reason != "eos")),
+    }
+
+
 def _slots(cells: Sequence[Record]) -> list[dict[str, Any]]:
     """Counts and shares of each draft slot, over prompts."""
     found = []
@@ -241,12 +262,3 @@ def _slots(cells: Sequence[Record]) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-@contextmanager
-def _as_it_was(engine: Engine) -> Iterator[None]:
-    kept = engine.draft
-    try:
-        yield
-    finally:
-        engine.draft = kept

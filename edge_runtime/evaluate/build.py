@@ -98,7 +98,8 @@ def identity(options: Options, files: Sequence[DataFile], built: Built) -> dict[
         found["metric"], found["template"] = options.metric, options.template
         found["stop"] = list(options.stop)
     if options.task == "acceptance":
-        found["gamma"], found["draft_source"] = list(options.gammas), list(options.sources)
+        found["gamma"] = [g or "auto" for g in options.gammas]
+        found["draft_source"] = list(options.sources)
         found["kv_policy"] = [str(p) for p in options.policies]
         found["prefix"] = built.facts.get("prefix")
     return found
@@ -254,11 +255,19 @@ def _prompts(
 def _row_items(
     options: Options, files: Sequence[DataFile], ids: Callable[[data.Row], list[int]]
 ) -> list[Item]:
-    return [
-        Item(key=f"{file.name}/{number}", workload=file.name, ids=ids(row), row=row)
-        for file in files
-        for number, row in enumerate(file.rows[: options.limit])
-    ]
+    """Return the first rows of files as items. Raises UsageError, naming the row, for one that the
+    model's chat template refuses."""
+    items = []
+    for file in files:
+        for number, row in enumerate(file.rows[: options.limit]):
+            try:
+                prompt = ids(row)
+            except UsageError as error:
+                where = f"{file.name}, row {number + 1}: "
+                raise UsageError(where + error.message, error.hint) from None
+            key = f"{file.name}/{number}"
+            items.append(Item(key=key, workload=file.name, ids=prompt, row=row))
+    return items
 
 
 def _encoded(encoder: Encoder, prompt: str | list[data.Message], chat: bool) -> list[int]:

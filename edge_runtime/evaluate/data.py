@@ -65,18 +65,23 @@ def read(path: Path) -> DataFile:
     text = text.replace("\r\n", "\n")
     if not text.strip():
         raise CheckpointError(f"{path}: there is nothing in it")
-    digest = hashlib.sha256(data).hexdigest()
+    digest, name = hashlib.sha256(data).hexdigest(), _printable(path.stem)
     rows = _rows(text, path)
     if rows is None:
-        return DataFile(path.stem, "text", [], text, digest)
+        return DataFile(name, "text", [], text, digest)
     kinds = {kind_of(row): row for row in rows}
     if len(kinds) != 1 or None in kinds:
         raise _unknown(path, kinds)
     kind = str(next(iter(kinds)))
     if kind == "text":
         text = "\n\n".join(row["text"] for row in rows)
-        return DataFile(path.stem, kind, [], text, digest)
-    return DataFile(path.stem, kind, rows, "", digest)
+        return DataFile(name, kind, [], text, digest)
+    return DataFile(name, kind, rows, "", digest)
+
+
+def _printable(name: str) -> str:
+    """Return a file's name as a document can carry it."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _rows(text: str, path: Path) -> list[Row] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
+import torch
 
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
@@ -67,9 +68,14 @@ def open_tiny(tiny_checkpoint: Path, tiny_source: Path) -> Callable[[str, str], 
     return open_engine
 
 
-@pytest.fixture(scope="session", params=["reference", "cpu"])
+@pytest.fixture(scope="session", params=["reference", "cpu", "cuda"])
 def views(
     request: pytest.FixtureRequest, open_tiny: Callable[[str, str], Engine]
 ) -> Iterator[Views]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for sizes like these a second one only waits
     with Views(lambda name: open_tiny(name, request.param)) as opened:
         yield opened
+    torch.set_num_threads(threads)

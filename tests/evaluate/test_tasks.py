@@ -246,6 +246,17 @@ def test_sampled_acceptance_changes_no_token(views: Views) -> None:
     assert sum(cells[0]["accepted"]) > 0
 
 
+def test_what_the_engine_does_by_itself(views: Views) -> None:
+    grid = ways((2, 0), ("base",), (KV8, KV4))
+    assert [str(way) for way in grid] == ["2 base kv8", "2 base kv4", "auto"]
+    item = Item(key="p/0", workload="p", ids=IDS[:40] + IDS[10:30])
+    task = Acceptance([item], grid, new_tokens=20, sampling=Sampling(), ignore_eos=True)
+    record = task.run(item, views)
+    assert (record["auto"]["differs"], record["auto"]["emitted"]) == (0, 19)
+    rows = [r for r in task.rows({"p": [record]})["rows"] if r["view"] == "auto"]
+    assert [r["gamma"] for r in rows] == ["auto", "auto"]
+
+
 def test_the_slot_counter() -> None:
     class Three:
         def propose(self, tokens: Any, start: int, gamma: int) -> list[int]:

@@ -50,6 +50,7 @@ def examine(root: Path = Path("/")) -> Section:
         "torch": torch_install(on_jetson=jetson["board"] is not None),
         "gguf": package("gguf", INSTALL_GGUF),
         "backends": backends(),
+        "kernels": cuda_kernels(),
         "cache": cache(),
         "power": power(root),
         "device": _plain(board),
@@ -144,6 +145,14 @@ def backends() -> list[Section]:
     return [{"name": n, "available": ok, "reason": why} for n, ok, why in status]
 
 
+def cuda_kernels() -> Section:
+    """Say how the CUDA kernels would be launched: by Triton or from a folder of machine code."""
+    from edge_runtime.kernels.cuda import launch
+
+    used, reason = launch.described_way()
+    return {"used": used, "reason": reason}
+
+
 def power(root: Path = Path("/")) -> Section:
     """Look for a source of power readings; under another root than / only files are one."""
     found: Section = {"source": None, "rail": None, "scope": None, "reason": None}
@@ -207,11 +216,17 @@ def describe(document: Section) -> list[str]:
     for backend in document["backends"]:
         mark = "+" if backend["available"] else "-"
         lines.append(f"{mark} backend {backend['name']:<10} {backend['reason']}")
+    lines.append(_kernels_line(document["kernels"]))
     return lines + _cache_lines(document["cache"]) + _finding_lines(document["findings"])
 
 
 def _line(name: str, value: str | None, reason: str | None) -> str:
     return f"+ {name:<13} {value}" if value is not None else f"- {name:<13} {reason}"
+
+
+def _kernels_line(found: Section) -> str:
+    used = None if found["used"] is None else f"{found['used']} ({found['reason']})"
+    return _line("cuda kernels", used, found["reason"])
 
 
 def _jetson_line(found: Section) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_runtime.errors import BackendUnavailable, UsageError, cut
@@ -48,11 +49,23 @@ def cuda_status() -> tuple[bool, str]:
         return False, error.message
 
 
+def use_folder(folder: Path, option: str) -> None:
+    """Let the cuda backend take machine code from a folder (`cuda.saved`), in this process and in
+    those that it starts; option: who chose it. Raises BackendUnavailable for a broken one."""
+    from edge_runtime.kernels.cuda import launch
+
+    launch.use_folder(folder, option)
+    os.environ[launch.FOLDER_VARIABLE] = str(folder.absolute())
+
+
 def cuda_missing() -> str:
     """Return what the cuda backend lacks as far as can be seen without torch; empty if nothing."""
-    for name in ("torch", "triton"):
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed"
+    from edge_runtime.kernels.cuda import launch
+
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if importlib.util.find_spec("triton") is None and launch.folder() is None:
+        return launch.NEITHER
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 keeps kernels off the GPU"
     try:

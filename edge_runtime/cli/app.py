@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": "Measure how good a model is, and how much of its draft is accepted.",
     "power": "Watch the power rails, or sum up a log of them.",
     "bench": "Measure speed against what this machine's memory allows.",
+    "kernels": "Compile the CUDA kernels of a model, for machines without Triton.",
     "selftest": "Prove exactness on this model and this machine.",
     "doctor": "Say what was found, what was not, and why.",
 }

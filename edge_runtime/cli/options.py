@@ -147,13 +147,38 @@ def model_argument(required: bool = True) -> Callable[[F], F]:
     return click.argument("model", required=required)
 
 
-backend_option = click.option(
+_backend_option = click.option(
     "--backend",
     type=click.Choice(["auto", "reference", "cpu", "cuda"]),
     default="auto",
     show_default=True,
     help="What computes.",
 )
+
+
+def _use_kernels(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Take machine code from a folder, in this process and in those that it starts."""
+    if value is not None:
+        from edge_runtime import kernels
+
+        kernels.use_folder(user_path(value), "--kernels")
+
+
+_kernels_option = click.option(
+    "--kernels",
+    metavar="FOLDER",
+    expose_value=False,
+    callback=_use_kernels,
+    help="Machine code for the cuda backend, as `kernels save` makes it.  "
+    "[default: what Triton compiles]",
+)
+
+
+def backend_option(command: F) -> F:
+    """Add --backend, and --kernels, which the cuda backend takes."""
+    return _backend_option(_kernels_option(command))
+
+
 view_option = click.option(
     "--view",
     type=click.Choice(["nest", "w8", "w4", "fp"]),

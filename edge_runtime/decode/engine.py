@@ -116,12 +116,14 @@ class Engine:
         reserve_bytes: int = 0,
         threads: int | None = None,
         layout: str = "nest",
+        kernels_folder: str | Path | None = None,
     ) -> Engine:
         """Open a converted model, by its folder or already opened.
 
-        view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick of the
-        contract) or w4. draft: auto, off or 0…7. layout: on cuda also w8 (over a 16-bit cache) or
-        two_copies, to compare. Raises CheckpointError, BackendUnavailable, BudgetError, UsageError.
+        view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick) or w4. draft:
+        auto, off or 0…7. layout: on cuda also w8 (over a 16-bit cache) or two_copies, to compare.
+        kernels_folder: cuda's machine code, for the process. Raises CheckpointError,
+        BackendUnavailable, BudgetError, UsageError.
         """
         arguments.quantised_view(view)
         if threads is not None:
@@ -132,6 +134,7 @@ class Engine:
         if not isinstance(path, Checkpoint):
             path = Checkpoint(arguments.folder("path", path))
         manifest, spec = path.manifest, path.manifest.spec
+        _use_kernels(kernels_folder)
         name, why = kernels.choose_backend(
             arguments.word("backend", backend), spec.head_dim, spec.num_heads // spec.num_kv_heads
         )
@@ -355,6 +358,11 @@ class Engine:
         if items and isinstance(items[0], (np.ndarray, list, tuple)):
             return items, True
         return [items], True
+
+
+def _use_kernels(folder: str | Path | None) -> None:
+    if folder is not None:
+        kernels.use_folder(arguments.folder("kernels_folder", folder), "kernels_folder")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

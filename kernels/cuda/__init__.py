@@ -1,11 +1,12 @@
 """CUDA kernels in Triton, tuned for Orin (sm_87); bits are those of `kernels/reference`.
 
-Importing this package needs neither Triton nor a GPU; `require_triton` and `require_gpu` say what
-is missing.
+`launch.py` runs them: through Triton, or as machine code that was saved before. Importing this
+package needs neither Triton nor a GPU; `require_triton` and `require_gpu` say what is missing.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 from edge_runtime.errors import BackendUnavailable
@@ -23,10 +24,15 @@ def require_triton() -> None:
 
 
 def require_gpu() -> None:
-    """Raise BackendUnavailable unless torch, Triton and a GPU that torch can use are here."""
+    """Raise BackendUnavailable unless there are torch, a way to launch kernels (`launch.way`) and a
+    GPU that torch can use."""
     if importlib.util.find_spec("torch") is None:
         raise BackendUnavailable("the CUDA kernels need torch, which is not installed", TORCH_HINT)
-    require_triton()
+    from edge_runtime.kernels.cuda import launch
+
+    if launch.folder() is None:
+        require_triton()
+    launch.way()
     import torch
 
     if not torch.cuda.is_available():
@@ -38,13 +44,24 @@ def require_gpu() -> None:
 
 
 def found() -> str:
-    """Say which GPU and versions the backend has. Raises BackendUnavailable where it has none."""
+    """Say which GPU, versions and kernels the backend has. Raises BackendUnavailable where it has
+    none, or where the code is of a newer chip than the GPU."""
     require_gpu()
     import torch
 
-    try:
-        import triton
-    except ImportError as error:
-        raise BackendUnavailable(f"Triton cannot be imported: {error}", INSTALL_TRITON) from error
-    name = torch.cuda.get_device_name()
-    return f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
+    from edge_runtime.kernels.cuda import launch
+
+    way, device = launch.way(), torch.device("cuda", torch.cuda.current_device())
+    if isinstance(way, launch.Jit):
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:
+            raise BackendUnavailable(
+                f"Triton cannot be imported: {error}", INSTALL_TRITON
+            ) from error
+    elif launch.capability(device) < way.arch(device):
+        raise BackendUnavailable(
+            f"{way.why}: this GPU is an sm_{launch.capability(device)}",
+            "make the folder again with --arch of this GPU: bitnest-edge kernels save",
+        )
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {way.why}"

@@ -27,11 +27,11 @@ from edge_runtime.kernels.cuda.cache import LayerCache
 from edge_runtime.kernels.cuda.launch import Kernel
 from edge_runtime.kernels.layout import KV_BLOCK, padded
 
-weigh_blocks = Kernel("attention_kernels", "weigh_blocks")
-add_values = Kernel("attention_values_kernels", "add_values")
-attend_split = Kernel("attention_split_kernels", "attend_split")
-combine = Kernel("combine_kernels", "combine")
-attend_rows = Kernel("prefill_attention_kernels", "attend_rows")
+weigh_blocks = Kernel("attention_kernels", "weigh_blocks", plain=(9, 10))
+add_values = Kernel("attention_values_kernels", "add_values", plain=(7, 8))
+attend_split = Kernel("attention_split_kernels", "attend_split", plain=(11, 12))
+combine = Kernel("combine_kernels", "combine", plain=(4,))
+attend_rows = Kernel("prefill_attention_kernels", "attend_rows", plain=(10, 11))
 
 
 class Workspace:

@@ -1,14 +1,13 @@
-"""Compile a Triton kernel for a chip without a GPU, look into its machine code, save it.
+"""Compile a Triton kernel for a chip without a GPU, and look into its machine code.
 
-A compiled kernel is PTX, a cubin and a few facts (`Compiled`); `save` writes them as three files
-that `driver.load` runs without Triton or a compiler. sm_87 PTX runs on every newer GPU too.
+A compiled kernel is PTX, a cubin and a few facts (`Compiled`), which `driver.load` runs without
+Triton or a compiler; `saved.py` keeps many in a folder. sm_87 PTX runs on every newer GPU too.
 Registers and stack come from the cubin's resource table, the mix from its disassembly (cuobjdump,
 which Triton's package carries). A stack above zero is a spill here: no kernel uses local arrays.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -21,8 +20,8 @@ from typing import Any
 
 from edge_runtime.errors import BackendUnavailable
 from edge_runtime.kernels.cuda import require_triton
+from edge_runtime.kernels.cuda.launch import ALIGNED, ORIN, Kernel, Signature
 
-ORIN = 87
 SHARED_PER_SM = 164 * 1024  # of sm_87, shared by the programs that run on it at once
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -40,28 +39,6 @@ class Compiled:
     parameters: tuple[str, ...]
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
-
-    def save(self, folder: Path, stem: str) -> None:
-        """Write stem.ptx, stem.cubin and stem.json."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}.ptx").write_text(self.ptx, encoding="utf-8")
-        (folder / f"{stem}.cubin").write_bytes(self.cubin)
-        facts = {
-            name: getattr(self, name)
-            for name in ("name", "arch", "num_warps", "shared_bytes", "parameters")
-        }
-        (folder / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path, stem: str) -> Compiled:
-        """Invert `save`."""
-        facts = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
-        facts["parameters"] = tuple(facts["parameters"])
-        return cls(
-            **facts,
-            ptx=(folder / f"{stem}.ptx").read_text(encoding="utf-8"),
-            cubin=(folder / f"{stem}.cubin").read_bytes(),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +113,24 @@ def compile_kernel(
         parameters=ptx_parameters(built.asm["ptx"]),
         ptx=built.asm["ptx"],
         cubin=built.asm["cubin"],
+    )
+
+
+def compile_signature(signature: Signature, arch: int = ORIN) -> Compiled:
+    """Compile what a launch needs."""
+    module, _, name = signature.kernel.rpartition(".")
+    function = Kernel(module, name).function
+    constants = dict(signature.constants)
+    given = [name for name in function.arg_names if name not in constants]
+    kinds = dict(zip(given, signature.arguments, strict=True))
+    return compile_kernel(
+        function,
+        {name: kind.removesuffix(ALIGNED) for name, kind in kinds.items()},
+        constants,
+        num_warps=signature.num_warps,
+        max_registers=signature.max_registers,
+        arch=arch,
+        unaligned=tuple(name for name, kind in kinds.items() if not kind.endswith(ALIGNED)),
     )
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from edge_runtime.kernels.cuda.backend import CudaBackend
     from edge_runtime.kernels.cuda.logits import Room
 
-draft_row = Kernel("cycle_kernels", "draft_row")
-verify_rows = Kernel("cycle_kernels", "verify_rows")
-accept = Kernel("cycle_kernels", "accept")
+draft_row = Kernel("cycle_kernels", "draft_row", plain=(8, 9))
+verify_rows = Kernel("cycle_kernels", "verify_rows", plain=(8, 9))
+accept = Kernel("cycle_kernels", "accept", plain=(8, 9, 10))
 
 WIDTH, HEADER = REPORT_IDS, REPORT_HEADER
 ROWS = MAX_GAMMA + 1

@@ -24,7 +24,7 @@ def _full_from(position, recent, BLOCK: tl.constexpr):
     return tl.where(recent == 0, NEVER, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "recent"])
 def draft_row(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity]
@@ -54,7 +54,7 @@ def draft_row(
         tl.store(sampled_ptr + 1, (position + 1).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base", "rows"])
 def verify_rows(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity]
@@ -83,7 +83,7 @@ def verify_rows(
         tl.store(sampled_ptr + r * 3 + 1, (last + 1 + r).to(tl.int64), mask=r < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_forced", "base", "rows"])
 def accept(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity + WIDTH]

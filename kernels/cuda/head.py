@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv, power_of_two
 
-argmax_blocks_kernel = Kernel("head_kernels", "argmax_blocks_kernel")
+argmax_blocks_kernel = Kernel("head_kernels", "argmax_blocks_kernel", plain=(6,))
 argmax_combine_kernel = Kernel("head_kernels", "argmax_combine_kernel")
 
 BLOCK = 2048

@@ -14,7 +14,7 @@ from edge_runtime.kernels.cuda.numeric import INFINITE, MAGNITUDE, peak_bits
 LOWEST = tl.constexpr(-(2**63))  # below every key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def argmax_blocks_kernel(
     logits_ptr, allowed_ptr, partial_ptr, flags_ptr, V, stride, blocks,
     HAS_ALLOWED: tl.constexpr, BLOCK: tl.constexpr,

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 EXACT = {"enable_fp_fusion": False}  # of a kernel whose fp32 steps are the contract
 OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 FOLDER_VARIABLE = "BITNEST_EDGE_KERNELS"
+PACKAGED = Path(__file__).parent / "code"  # a folder that a build of the package may bring along
+NEITHER = (
+    "Triton is not installed, and no folder of machine code is given "
+    f"(--kernels, {FOLDER_VARIABLE})"
+)
+GET_ONE = (
+    f"make a folder where Triton is: bitnest-edge kernels save MODEL -o FOLDER; or {INSTALL_TRITON}"
+)
 ORIN = 87  # compute capability 8.7
 ALIGNED = ":16"  # ends the type of an address or an integer that 16 divides
 _PACKAGE = "edge_runtime.kernels.cuda"
@@ -75,10 +83,15 @@ class Signature(NamedTuple):
 
 
 class Kernel:
-    """A @triton.jit function by module and name. kernel[grid](*arguments, NAME=constant, …)."""
+    """A @triton.jit function by module and name. kernel[grid](*arguments, NAME=constant, …).
 
-    def __init__(self, module: str, name: str) -> None:
-        self.name = f"{module}.{name}"
+    plain: places of the integers of which nothing is to be known (the function's own
+    `do_not_specialize`): numbers of rows, so that one code serves all, and what only costs
+    registers when it is known.
+    """
+
+    def __init__(self, module: str, name: str, plain: tuple[int, ...] = ()) -> None:
+        self.name, self.plain = f"{module}.{name}", plain
         self._function: Any = None
 
     @property
@@ -180,6 +193,8 @@ def folder() -> tuple[Path, str] | None:
         return _folder
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given), FOLDER_VARIABLE
+    if PACKAGED.is_dir() and importlib.util.find_spec("triton") is None:
+        return PACKAGED, "of this package"
     return None
 
 
@@ -195,17 +210,19 @@ def way() -> Way:
         elif importlib.util.find_spec("triton") is not None:
             _way = Jit()
         else:
-            raise BackendUnavailable(*missing())
+            raise BackendUnavailable(NEITHER, GET_ONE)
     return _way
 
 
-def missing() -> tuple[str, str]:
-    """Return what is said, and what to do, where there is no way."""
-    return (
-        "the CUDA kernels need Triton, which is not installed, or a folder of machine code "
-        f"(--kernels, {FOLDER_VARIABLE})",
-        f"make one where Triton is: bitnest-edge kernels save MODEL -o FOLDER; or {INSTALL_TRITON}",
-    )
+def described_way() -> tuple[str | None, str]:
+    """Return how kernels would be launched, for people, or None, and the reason."""
+    try:
+        found = way()
+    except BackendUnavailable as error:
+        return None, error.message
+    if isinstance(found, Jit):
+        return found.why, f"Triton is installed, and neither --kernels nor {FOLDER_VARIABLE} is set"
+    return found.why, "a folder of machine code comes first"
 
 
 @contextlib.contextmanager
@@ -272,12 +289,14 @@ def type_names() -> dict[Any, str]:
     }
 
 
-def described(arguments: Sequence[Any]) -> tuple[tuple[str, ...], list[int | float]]:
-    """Return types, and addresses and numbers, of run-time arguments."""
+def described(
+    arguments: Sequence[Any], plain: tuple[int, ...] = ()
+) -> tuple[tuple[str, ...], list[int | float]]:
+    """Return types, and addresses and numbers, of run-time arguments; plain: of `Kernel`."""
     names = type_names()
     kinds: list[str] = []
     values: list[int | float] = []
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         value = argument
         if isinstance(argument, float):
             kind = "fp32"
@@ -286,7 +305,7 @@ def described(arguments: Sequence[Any]) -> tuple[tuple[str, ...], list[int | flo
                 kind = "i32" if -(1 << 31) <= argument < 1 << 31 else "i64"
             else:
                 kind, value = names[argument.dtype], argument.data_ptr()
-            if value % 16 == 0:
+            if value % 16 == 0 and place not in plain:
                 kind += ALIGNED
         kinds.append(kind)
         values.append(value)

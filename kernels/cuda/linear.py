@@ -24,10 +24,10 @@ from edge_runtime.kernels.cuda.tiles import Tile, choose
 from edge_runtime.kernels.layout import padded
 from edge_runtime.kernels.ops import LinearWeights, View
 
-linear_mma = Kernel("linear_kernels", "linear_mma")
-linear_dot4 = Kernel("linear_kernels", "linear_dot4")
-linear_prompt = Kernel("prompt_kernels", "linear_prompt")
-sum_digits = Kernel("prompt_kernels", "sum_digits")
+linear_mma = Kernel("linear_kernels", "linear_mma", plain=(10, 11))
+linear_dot4 = Kernel("linear_kernels", "linear_dot4", plain=(10,))
+linear_prompt = Kernel("prompt_kernels", "linear_prompt", plain=(11, 12))
+sum_digits = Kernel("prompt_kernels", "sum_digits", plain=(3,))
 
 MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
 MAX_SMALL_ROWS = 16

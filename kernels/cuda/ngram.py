@@ -17,7 +17,7 @@ from edge_runtime.kernels.cuda.launch import Kernel, cdiv, power_of_two
 from edge_runtime.kernels.layout import MAX_GAMMA
 
 ngram_blocks_kernel = Kernel("ngram_kernels", "ngram_blocks_kernel")
-ngram_copy_kernel = Kernel("ngram_kernels", "ngram_copy_kernel")
+ngram_copy_kernel = Kernel("ngram_kernels", "ngram_copy_kernel", plain=(5, 6))
 
 BLOCK = 1024
 LONGEST = 4  # tokens of the longest n-gram

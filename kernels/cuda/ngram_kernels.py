@@ -51,7 +51,7 @@ def ngram_blocks_kernel(
     tl.store(partial_ptr + block * 3 + 2, best2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "gamma"])
 def ngram_copy_kernel(
     tokens_ptr, length_ptr, partial_ptr, ids_ptr, num_ptr, blocks, gamma,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr,

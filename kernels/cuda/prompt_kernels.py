@@ -21,7 +21,7 @@ from edge_runtime.kernels.cuda.unpack import multiply_add, w4_codes, w8_codes
 CHUNK = tl.constexpr(32)  # groups of a step of the correction: one K of the tensor core
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_digits(
     sum_ptr,  # int32 [M, groups] of any strides
     digit_ptr,  # int8 [2, rows, padded groups]

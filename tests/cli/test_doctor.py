@@ -88,6 +88,7 @@ def test_the_document_is_json_and_has_its_sections(board: Path, empty_cache: Pat
         "torch",
         "gguf",
         "backends",
+        "kernels",
         "cache",
         "power",
         "device",

@@ -1,7 +1,6 @@
 """Time the CUDA ops for sizes given by hand; the command `bench kernels` takes a model's.
 
     python -m edge_runtime.kernels.cuda.timing [--only linear,slice,…] [--rows 1,5] [--json FILE]
-    python -m edge_runtime.kernels.cuda.timing --save FOLDER     compile for an Orin, needs no GPU
 
 The defaults are the sizes of Llama 2 7B. The last line of stdout is one JSON document.
 """
@@ -46,13 +45,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--only", default="linear,attention,small,slice,prefill")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--save", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    if args.save:
-        from edge_runtime.kernels.cuda.timing.binaries import save
-
-        print(json.dumps(save(sizes_of(args), args.save)))
-        return
     from edge_runtime.kernels.cuda.timing.report import measure
 
     def show(lines: list[str]) -> None:

@@ -22,19 +22,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import attention as ours
-from edge_runtime.kernels.cuda import driver, half_attention_kernels
-from edge_runtime.kernels.cuda.attention_binary import Launcher
-from edge_runtime.kernels.cuda.attention_tiles import DECODE_ROWS, Tiles, tiles_for
+from edge_runtime.kernels.cuda.attention_tiles import DECODE_ROWS, Tiles
 from edge_runtime.kernels.cuda.cache import LayerCache, NestedCache
-from edge_runtime.kernels.cuda.timing import read_kernels
+from edge_runtime.kernels.cuda.half_attention import ATTEND, COMBINE
+from edge_runtime.kernels.cuda.launch import Kernel, power_of_two
 from edge_runtime.kernels.cuda.timing import slice as sm_slice
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes, num_copies
 from edge_runtime.kernels.cuda.timing.timer import Timer, spread
@@ -42,6 +41,7 @@ from edge_runtime.kernels.layout import full_from, padded
 from edge_runtime.kernels.ops import Geometry
 from edge_runtime.kernels.reference.ops import attend
 
+READ = Kernel("timing.read_kernels", "read")
 POLICIES: dict[str, int | None] = {"kv8": None, "kv4": 0, "recent:1024": 1024}
 VERIFIED_ROWS = (1, 5, 8, 16)
 TILES16 = tuple(itertools.product((64, 128), (4, 8), (2, 3), (512, 1024)))
@@ -140,7 +140,6 @@ def nested(
     policy: str,
     timer: Timer,
     tiles: Tiles | None = None,
-    launcher: Launcher | None = None,
 ) -> Entry:
     """Attention of the last M rows, its bits checked on the first copy."""
     recent, copies = POLICIES[policy], cache.scale.shape[0]
@@ -154,10 +153,7 @@ def nested(
         space.values.fill_(float("nan"))
 
     def call(i: int) -> None:
-        if launcher is None:
-            ours.attention(*x, layers[i], out, space, tiles=tiles)
-        else:
-            launcher.launch(*x, layers[i], out, space, stream=timer.handle)
+        ours.attention(*x, layers[i], out, space, tiles=tiles)
 
     timer.run(lambda: call(0))
     group = shape.heads // shape.kv_heads
@@ -228,19 +224,19 @@ class Half:
         group, splits = s.heads // s.kv_heads, s.tokens // split
         part = torch.empty(M * s.heads, splits, s.head_dim, device="cuda")
         stat = torch.empty(M * s.heads, splits, 2, device="cuda")
-        BQ = max(16, triton.next_power_of_2(M * group))
+        BQ = max(16, power_of_two(M * group))
         positions = torch.full((M,), s.tokens - 1, dtype=torch.int32, device="cuda")
         same = {"D": s.head_dim, "SPLIT": split, "MASKED": False}
         own = {"GROUP": group, "DP": s.head_dim, "BQ": BQ, "BT": BT, "STAGES": stages}
 
         def call(i: int) -> None:
-            half_attention_kernels.attend16[splits, s.kv_heads](
+            ATTEND[splits, s.kv_heads](
                 q, self.k[i], self.v[i], positions, part, stat, M * group, s.heads, s.tokens,
                 math.log2(math.e) / math.sqrt(s.head_dim), **same, **own, num_warps=warps,
             )  # fmt: skip
-            half_attention_kernels.combine16[M * s.heads, s.head_dim // 32](
+            COMBINE[M * s.heads, s.head_dim // 32](
                 part, stat, positions, y, splits, s.heads, **same,
-                SPLITS=triton.next_power_of_2(splits), num_warps=4,
+                SPLITS=power_of_two(splits), num_warps=4,
             )  # fmt: skip
 
         return call
@@ -255,7 +251,7 @@ def read_bandwidth(timer: Timer, turns: int) -> list[float]:
 
         def call(y: Tensor = y, steps: int = steps, block: int = block, w: int = warps) -> object:
             grid = (y.numel(),)
-            return read_kernels.read[grid](x, y, STEPS=steps, BLOCK=block, num_warps=w)
+            return READ[grid](x, y, STEPS=steps, BLOCK=block, num_warps=w)
 
         sample = timer.measure([[call] * 4], turns)[0]
         speeds = [READ_BYTES / t for t in sample.seconds]
@@ -328,14 +324,10 @@ def measure_whole(
 
 def measure_slice(shape: Shape, turns: int) -> list[dict[str, Any]]:
     """Code for sm_87 on a slice of the GPU."""
-    ptx = sm_slice.capability() != 87
     with sm_slice.open_slice() as timer:
         cache, some = random_cache(shape, 2), []
         for M, policy in [(1, p) for p in POLICIES] + [(M, "kv8") for M in VERIFIED_ROWS[1:]]:
-            group, D = shape.heads // shape.kv_heads, shape.head_dim
-            tiles = tiles_for(M, group, D, kv_heads=shape.kv_heads, tokens=shape.tokens)
-            launcher = Launcher.build(tiles, D, group, partial(driver.load, ptx=ptx))
-            some.append(nested(shape, cache, M, policy, timer, launcher=launcher))
+            some.append(nested(shape, cache, M, policy, timer))
         return measure(timer, some, turns, "slice", clocks=True)
 
 
@@ -364,7 +356,7 @@ def main() -> None:
             rows += measure_slice(shape, args.turns)
     document = json.dumps({
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "read_gb_s": speeds, "rows": rows,
+        "triton": version("triton"), "read_gb_s": speeds, "rows": rows,
     })  # fmt: skip
     if args.json:
         args.json.write_text(document + "\n", encoding="utf-8")

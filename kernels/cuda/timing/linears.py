@@ -6,13 +6,12 @@ gemlite 4-bit weights with 16-bit activations. They compute other numbers than t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from edge_runtime.kernels.cuda import linear
-from edge_runtime.kernels.cuda.tiles import ROW_TILES
+from edge_runtime.kernels.cuda import launch, linear, sizes
 from edge_runtime.kernels.cuda.timing import peers
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes, num_copies
 from edge_runtime.kernels.layout import padded
@@ -105,8 +104,10 @@ def native_entry(
     ws: list[linear.DeviceLinear],
     x: tuple[Tensor, Tensor, Tensor | linear.Digits],
     view: View,
+    run: Callable[[Callable[[], object]], object] = lambda call: call(),
 ) -> Entry:
-    """Check the bits of the linear on the first matrix; return what is timed."""
+    """Check the bits of the linear on the first matrix; return what is timed. run: does a call to
+    its end, where the current stream is not torch's."""
     w, M = ws[0], x[0].shape[0]
     N, K = w.num_outputs, w.num_inputs
     out = torch.full((M, N), float("nan"), device=w.scale.device)
@@ -114,7 +115,7 @@ def native_entry(
     def call(i: int) -> object:
         return linear.linear(*x, ws[i], view, out=out)
 
-    call(0)
+    run(lambda: call(0))
     check_ends(out, w, x[0], x[1], view)
     size = num_bytes(N, K, w.group_size, view)
     return Entry(name, M, call, len(ws), size, f"{N}x{K}", view)
@@ -122,7 +123,4 @@ def native_entry(
 
 def native_row_tile(device: str = "cuda") -> int:
     """Rows of a tile of planes as this GPU's kernels read them."""
-    if device == "cpu":
-        return 1
-    major, minor = torch.cuda.get_device_capability()
-    return ROW_TILES.get(10 * major + minor, ROW_TILES[87])
+    return 1 if device == "cpu" else sizes.row_tile(launch.arch(torch.device(device)))

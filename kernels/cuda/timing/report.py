@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from edge_runtime.errors import BackendUnavailable, BudgetError
-from edge_runtime.kernels.cuda import require_gpu
+from edge_runtime.kernels.cuda import require_gpu, require_triton
 from edge_runtime.kernels.cuda.timing import peers, prefill, registry
 from edge_runtime.kernels.cuda.timing import slice as sm_slice
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes
@@ -44,6 +44,7 @@ def measure(
     Raises BackendUnavailable without a GPU or Triton, BudgetError where the GPU is too small.
     """
     require_gpu()
+    require_triton()
     try:
         return _measure(sizes, only, turns, head, told)
     except torch.cuda.OutOfMemoryError as error:

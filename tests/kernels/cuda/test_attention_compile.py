@@ -2,79 +2,74 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-SHARED_PER_WARP = 18 * 1024  # nine warps and more share an SM
+from machine_code import empty, reports
 
-SCRIPT = """
-import json, sys
-from edge_runtime.kernels.cuda import attention_binary as binary
-from edge_runtime.kernels.cuda.launch import triton_columns
+from edge_runtime.kernels.cuda.attention import Workspace, attention
 from edge_runtime.kernels.cuda.attention_tiles import tiles_for
-from edge_runtime.kernels.cuda.compile import inspect
-what, arguments = json.loads(sys.argv[1])
-if what == "rope_kv":
-    compiled = binary.compile_rope_kv(arguments[0], qk_norm=arguments[1], rotate_kv=arguments[2])
-else:
-    rows, group, D, columns, tiles_of = arguments
-    tiles = tiles_for(
-        rows, group, D, kv_heads=32 // group, arch=tiles_of,
-        fewest_columns=max(columns, triton_columns()),
-    )
-    build = {"keys": binary.compile_attention, "values": binary.compile_values}[what]
-    compiled = build(tiles, D, group)
-report = inspect(compiled)
-print(json.dumps({
-    "arch": compiled.arch, "warps": compiled.num_warps, "registers": report.registers, "stack": report.stack_bytes,
-    "spills": report.spills, "shared": report.shared_bytes, "wide": report.wide_loads,
-    "bytes": sum(n for o, n in report.mix.items() if o.startswith("LDG") and ("U8" in o or "S8" in o)),
-    "IMMA": report.count("IMMA"), "IDP": report.count("IDP"), "FFMA": report.count("FFMA"),
-    "total": sum(report.mix.values()),
-}))
-"""  # noqa: E501
+from edge_runtime.kernels.cuda.cache import NestedCache
+from edge_runtime.kernels.cuda.compile import Report
+from edge_runtime.kernels.cuda.kv import rope_kv
+from edge_runtime.kernels.cuda.launch import triton_columns
+from edge_runtime.kernels.cuda.record import META
+from edge_runtime.kernels.ops import Geometry
+
+SHARED_PER_WARP = 18 * 1024  # nine warps and more share an SM
+TOKENS = 4096
+KEYS = ("weigh_blocks", "attend_split", "attend_rows")
 
 
-def compiled(what: str, *arguments: Any) -> dict[str, int]:
-    """In a process of its own: in this one the interpreter may have taken the kernels' place."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([what, arguments])],
-        capture_output=True, text=True, check=False, env=environment,
+def cache(group: int, D: int) -> NestedCache:
+    geometry = Geometry(
+        num_layers=1, hidden_size=8, num_heads=32, num_kv_heads=32 // group, head_dim=D,
+        num_tokens=1,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    report: dict[str, int] = json.loads(done.stdout)
-    assert report["arch"] == 87
-    assert report["stack"] == report["spills"] == 0, report
-    assert report["shared"] <= SHARED_PER_WARP * report["warps"], report
-    assert report["bytes"] == 0 or what == "rope_kv", report
-    return report
+    return NestedCache(geometry, TOKENS, META)
 
 
 def kernels(
     rows: int, group: int, D: int, columns: int = 8, tiles_of: int = 87
-) -> list[dict[str, int]]:
-    """Both kernels of a call; those of a larger GPU's tiles too are compiled for Orin."""
-    return [compiled(what, rows, group, D, columns, tiles_of) for what in ("keys", "values")]
+) -> tuple[Report, list[Report]]:
+    """The walk over keys, and what comes after it; of a larger GPU's tiles as code for an Orin."""
+    heads = 32 // group * group
+    tiles = tiles_for(
+        rows, group, D, kv_heads=32 // group, arch=tiles_of,
+        fewest_columns=max(columns, triton_columns()),
+    )  # fmt: skip
+
+    def launch() -> None:
+        q, positions = empty(rows, heads, D), empty(rows, dtype=torch.int32)
+        space = Workspace(rows, heads, D, TOKENS, META, fused_rows=rows)
+        attention(
+            q, positions, positions, cache(group, D).layer(0), empty(rows, heads, D), space,
+            tiles=tiles,
+        )  # fmt: skip
+
+    found = reports(launch, columns)
+    for signature, report in found.items():
+        assert report.shared_bytes <= SHARED_PER_WARP * signature.num_warps, signature
+        assert not any(
+            n for o, n in report.mix.items() if o.startswith("LDG") and ("U8" in o or "S8" in o)
+        ), signature
+    first = [r for s, r in found.items() if s.kernel.endswith(KEYS)]
+    assert len(first) == 1
+    return first[0], [r for s, r in found.items() if not s.kernel.endswith(KEYS)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "D"), [(1, 128), (1, 64), (1, 96)])
 def test_one_row(group: int, D: int) -> None:
     """dp4a: one query vector per KV head."""
-    keys, values = kernels(1, group, D)
-    assert keys["IDP"] > 0
-    assert keys["registers"] <= 128  # sixteen programs on an SM
-    assert keys["wide"] >= 6
-    assert values["IMMA"] > 0
-    assert values["wide"] >= 6
+    keys, (values,) = kernels(1, group, D)
+    assert keys.count("IDP") > 0
+    assert keys.registers <= 128  # sixteen programs on an SM
+    assert keys.wide_loads >= 6
+    assert values.count("IMMA") > 0
+    assert values.wide_loads >= 6
 
 
 @pytest.mark.slow
@@ -83,36 +78,52 @@ def test_one_row(group: int, D: int) -> None:
     [(5, 1, 128), (8, 1, 64), (1, 4, 128), (8, 4, 128), (5, 3, 96), (1, 7, 128)],
 )
 def test_verification(rows: int, group: int, D: int) -> None:
-    for report in kernels(rows, group, D):
-        assert report["IMMA"] > 0
-        assert report["wide"] > 0
+    keys, (values,) = kernels(rows, group, D)
+    for report in (keys, values):
+        assert report.count("IMMA") > 0
+        assert report.wide_loads > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "group", "D"), [(1, 1, 128), (8, 1, 128), (4, 4, 64), (5, 3, 96)])
 def test_sixteen_columns(rows: int, group: int, D: int) -> None:
     """What Triton 3.4 takes at least; with whatever Triton is installed."""
-    for report in kernels(rows, group, D, 16):
-        assert report["wide"] > 0
+    keys, (values,) = kernels(rows, group, D, 16)
+    for report in (keys, values):
+        assert report.wide_loads > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 4])
 def test_larger_gpus(group: int) -> None:
     """Their tiles, one row: the code of an Orin does not spill with them either."""
-    for report in kernels(1, group, 128, tiles_of=90):
-        assert report["wide"] > 0
+    keys, others = kernels(1, group, 128, tiles_of=90)
+    for report in (keys, *others):
+        assert report.wide_loads > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "D"), [(1, 128), (4, 128), (3, 64)])
 def test_prefill(group: int, D: int) -> None:
-    report = compiled("keys", 256, group, D, 8, 87)
-    assert report["IMMA"] > 0
-    assert report["wide"] > 0
+    report, others = kernels(256, group, D)
+    assert not others
+    assert report.count("IMMA") > 0
+    assert report.wide_loads > 0
 
 
 @pytest.mark.slow
-def test_rope() -> None:
-    for norm, rotate in ((False, False), (True, True)):
-        assert compiled("rope_kv", 128, norm, rotate)["registers"] <= 128
+@pytest.mark.parametrize("more", [False, True])
+def test_rope(more: bool) -> None:
+    """Without and with head norms and R3."""
+    rows, D = 3, 128
+    tables = empty(TOKENS, D // 2)
+
+    def launch() -> None:
+        rope_kv(
+            empty(rows, 96 * D), empty(rows, dtype=torch.int32), tables, tables,
+            cache(1, D).layer(0), empty(rows, 32, D), rotate_kv=more,
+            head_norms=(empty(D), empty(D)) if more else None,
+        )  # fmt: skip
+
+    (report,) = reports(launch).values()
+    assert report.registers <= 128

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
-import multiprocessing
 
 import pytest
 import torch
-from orin_linear import N, build
 from triton_devices import device_of
 
-from edge_runtime.kernels.cuda import driver
-from edge_runtime.kernels.cuda.tiles import ROW_TILES, choose
+from edge_runtime.kernels.cuda import launch, linear
+from edge_runtime.kernels.cuda.tiles import ROW_TILES
 from edge_runtime.kernels.ops import View
 
+N = 100
 SIZES = ((128, 1024), (128, 4352), (64, 576), (64, 960), (32, 160))  # G, K
 ROWS = (1, 7, 16, 20, 33, 70)
 VIEWS: tuple[View, ...] = ("w4", "w8")
@@ -27,37 +25,45 @@ def gpu() -> None:
         pytest.skip("code for sm_87 needs a GPU of compute capability 8.7 or more")
 
 
+def blank_calls() -> None:
+    """Odd N, bias and residual, without memory."""
+    from machine_code import empty
+
+    from edge_runtime.kernels.cuda.record import blank_linear
+
+    for (group, K), view, M in itertools.product(SIZES, VIEWS, ROWS):
+        w = blank_linear(N, K, group, row_tile=ROW_TILES[87], bias=True)
+        sums = empty(M, K // group, dtype=torch.int32)
+        given = linear.digits_of(sums) if linear.takes_digits(M, group) else sums
+        codes, out = empty(M, K, dtype=torch.int8), empty(M, N)
+        linear.linear(codes, empty(M), given, w, view, out=out, residual=out)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_code_for_an_orin() -> None:
-    from edge_runtime.kernels.cuda.linear_binary import launch_linear
-    from edge_runtime.kernels.cuda.timing import linears
-    from edge_runtime.kernels.cuda.timing.timer import Timer
+    from machine_code import compiled
 
-    cases = [(*size, view, M) for size, view, M in itertools.product(SIZES, VIEWS, ROWS)]
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as pool:
-        built = list(pool.map(build, *zip(*cases, strict=True)))
-    timer, wrong = Timer(), []
-    for (group, K, view, M), kernel in zip(cases, built, strict=True):
-        w = linears.weights(N, K, ROW_TILES[87], group, bias=True)
-        x = linears.activation(M, K, group)
-        added = torch.randn(M, N, device="cuda")
-        out = torch.full((M + 1, N), float("nan"), device="cuda")
-        function = driver.load(kernel, ptx=torch.cuda.get_device_capability() != (8, 7))
-        tile = choose(87, view, M, N, group)
-        torch.cuda.synchronize()
-        launch_linear(function, tile, *x, w, out[:M], added, timer.handle)
-        timer.wait()
-        want = linears.expected(w, x[0], x[1], view, 0, N) + added
-        if not torch.equal(out[:M], want) or not out[M].isnan().all():
-            wrong.append((group, K, view, M))
+    from edge_runtime.kernels.cuda.record import Built
+    from edge_runtime.kernels.cuda.timing import linears
+
+    way, wrong = Built(87), []
+    way.compiled.update(compiled(blank_calls))
+    with launch.using(way):
+        for (group, K), view, M in itertools.product(SIZES, VIEWS, ROWS):
+            w = linears.weights(N, K, ROW_TILES[87], group, bias=True)
+            x = linears.activation(M, K, group)
+            added = torch.randn(M, N, device="cuda")
+            out = torch.full((M + 1, N), float("nan"), device="cuda")
+            linear.linear(*x, w, view, out=out[:M], residual=added)
+            want = linears.expected(w, x[0], x[1], view, 0, N) + added
+            if not torch.equal(out[:M], want) or not out[M].isnan().all():
+                wrong.append((group, K, view, M))
     assert not wrong
 
 
 @pytest.mark.slow
 def test_planes_of_more_than_two_gigabytes() -> None:
-    from edge_runtime.kernels.cuda import linear
     from edge_runtime.kernels.cuda.timing import linears
 
     if torch.cuda.mem_get_info()[0] < 12 << 30:

@@ -141,9 +141,7 @@ class Engine:
         held = arguments.layout(layout, name)
         context = fit_context(
             spec, ctx, name, budget_bytes, reserve_bytes,
-            layout=held,
-            group_size=manifest.group_size,
-            threads=threads,
+            layout=held, group_size=manifest.group_size, threads=threads,
         )  # fmt: skip
         policy = parse_policy(arguments.word("kv_policy", kv_policy))
         source = arguments.word("draft_source", draft_source)

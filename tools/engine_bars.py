@@ -32,6 +32,7 @@ from random_models import SEGMENT, Model, open_half, open_model
 
 from edge_runtime.cache.policy import KvPolicy, parse_policy
 from edge_runtime.kernels import ops
+from edge_runtime.kernels.cuda.sizes import HALF_CHUNK_ROWS
 from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.sampling import Parameters
 from edge_runtime.profiles.load import shape
@@ -243,12 +244,12 @@ def _multiply() -> None:
 
 def prompt(model: Model, rows: int, turns: int, *, embedded: bool = False) -> dict[str, float]:
     """Seconds until the first token of a prompt of `rows`, ids or embedding rows, is known."""
-    values = []
+    chunk, values = HALF_CHUNK_ROWS if model.target == "fp" else CHUNK_ROWS, []
     for turn in range(turns + 1):
         started = time.perf_counter()
         logits: Any = None
-        for first in range(0, rows, CHUNK_ROWS):
-            n = min(CHUNK_ROWS, rows - first)
+        for first in range(0, rows, chunk):
+            n = min(chunk, rows - first)
             positions = np.arange(first, first + n)
             own = np.ones((n, model.spec.hidden_size), np.float32) if embedded else None
             batch = ops.Batch(

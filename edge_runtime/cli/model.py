@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONVERTER = 1  # raise when conversion improves: first use then converts again
-FLOAT_CONTEXT = 4096  # of --view fp with --ctx auto: its cache is not packed
+FLOAT_CONTEXT = 4096  # of --view fp with --ctx auto, where its cache is fp32
 
 original_option = click.option(
     "--original",
@@ -283,7 +283,7 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     context = fit_context(
         manifest.spec, options.ctx, backend, options.budget, options.reserve or 0, view="fp"
     )
-    if options.ctx == "auto":
+    if options.ctx == "auto" and backend == "reference":
         context = min(FLOAT_CONTEXT, context)
     draft = choose_draft(options.draft, options.draft_source, "fp", backend)
     model = _float_model(checkpoint, options.original, backend, context)

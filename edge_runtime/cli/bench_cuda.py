@@ -70,7 +70,8 @@ def kernels(
     )
     show(text.slice_lines(document))
     if as_json:
-        print_document({"model": subject.name, "backend": "cuda", **document})
+        head = {"model": subject.name, "backend": "cuda", "synthetic": subject.synthetic}
+        print_document({**head, **document})
 
 
 def sizes_of(subject: Subject, rows: tuple[int, ...] | None) -> Sizes:

@@ -120,8 +120,8 @@ class Engine:
     ) -> Engine:
         """Open a converted model, by its folder or already opened.
 
-        view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick) or w4. draft:
-        auto, off or 0…7. layout: on cuda also w8 (over a 16-bit cache) or two_copies, to compare.
+        view: nest (draft with W4, verify with W8), w8 (the target alone, the yardstick) or w4.
+        draft: auto, off or 0…7. layout: on cuda also w8 (over a 16-bit cache) or two_copies.
         kernels_folder: cuda's machine code, for the process. Raises CheckpointError,
         BackendUnavailable, BudgetError, UsageError.
         """

@@ -163,7 +163,8 @@ def bound_to(
         require_torch("comparing with the original")
         source = original_source(manifest, asked["original"])
         try:
-            found["original"] = dict(source.provenance)
+            kept = {k: v for k, v in source.provenance.items() if k != "path"}  # it may be moved
+            found["original"] = kept
             found["original_backend"] = "cuda" if backend == "cuda" else "reference"
         finally:
             source.close()

@@ -160,6 +160,20 @@ def test_a_stale_file_is_refused(
     assert resume.read_bytes() == before
 
 
+def test_an_original_may_be_moved(
+    call, tiny_checkpoint: Path, tiny_source: Path, text: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    args = ("eval", tiny_checkpoint, "--task", "ppl", "--data", text, "--window", 64)
+    args += ("--views", "fp", "--limit", 1, "--resume", tmp_path / "done", "--json")
+    for folder in ("here", "there"):
+        copy = shutil.copytree(tiny_source, tmp_path / folder / "source")
+        found = document(call(*args, "--original", copy))
+        assert str(tmp_path) not in json.dumps(found)
+    assert found["items_resumed"] == 1
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from edge_runtime.cli.options import json_option, print_document, user_path
 from edge_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from edge_runtime.format.spec import ModelSpec
     from edge_runtime.kernels.cuda.record import Subject
 
 ARCHES = (80, 86, 87, 89, 90)
@@ -45,8 +47,13 @@ def command() -> None:
     metavar="N",
     help="Processes that compile.",
 )
+@click.option(
+    "--baseline",
+    is_flag=True,
+    help="With what the unquantised model in 16 bits and w8-kv16 launch, to compare.",
+)
 @json_option
-def save(model: str, out: str, arch: str, jobs: int, as_json: bool) -> None:
+def save(model: str, out: str, arch: str, jobs: int, baseline: bool, as_json: bool) -> None:
     """Compile all that an engine of MODEL launches: a converted folder, or a shape by its name.
 
     Needs Triton and torch, and no GPU. On the board: --kernels FOLDER, or BITNEST_EDGE_KERNELS.
@@ -57,11 +64,17 @@ def save(model: str, out: str, arch: str, jobs: int, as_json: bool) -> None:
     require_triton()
     folder = user_path(out)
     _refuse_other(folder, saved.INDEX)
-    name, subjects = _subjects(model)
+    name, spec, subjects = _subjects(model)
     from edge_runtime.kernels.cuda import record
 
     started = time.perf_counter()
     wanted = [s for one in subjects for s in record.engine_signatures(one, int(arch))]
+    if baseline:
+        from edge_runtime.convert import half
+        from edge_runtime.kernels.cuda.record_half import baseline_signatures
+
+        plain = half.blank(msgspec.structs.replace(spec, num_layers=1), spec.max_position)
+        wanted += baseline_signatures(subjects[0], plain, int(arch))
     signatures = list(dict.fromkeys(wanted))
     with Progress() as progress:
         index = record.save(
@@ -88,7 +101,7 @@ def save(model: str, out: str, arch: str, jobs: int, as_json: bool) -> None:
 
 
 def _refuse_other(folder: Path, index: str) -> None:
-    """Raise UsageError for a folder that holds something else: files of before are taken away."""
+    """Raise UsageError for a folder that holds something else: a folder of before is replaced."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -97,8 +110,8 @@ def _refuse_other(folder: Path, index: str) -> None:
         raise UsageError(f"{folder} holds other files", "give a folder that is empty or not there")
 
 
-def _subjects(model: str) -> tuple[str, list[Subject]]:
-    """Return a model's name and what is to be compiled for it."""
+def _subjects(model: str) -> tuple[str, ModelSpec, list[Subject]]:
+    """Return a model's name and spec, and what is to be compiled for it."""
     from edge_runtime.cli.model import checkpoint_path
     from edge_runtime.cli.plan_subject import read_subject
     from edge_runtime.format.manifest import MANIFEST, read_manifest
@@ -109,10 +122,11 @@ def _subjects(model: str) -> tuple[str, list[Subject]]:
     path = user_path(model)
     if (path / MANIFEST).is_file() or (not path.exists() and model not in shape_names()):
         folder = checkpoint_path(model)
-        return folder.absolute().name, launches.of_checkpoint(read_manifest(folder))
+        manifest = read_manifest(folder)
+        return folder.absolute().name, manifest.spec, launches.of_checkpoint(manifest)
     subject = read_subject(model, path)
     group_size = subject.group_size or usual_group_size(subject.spec)
-    return subject.name, launches.of_shape(subject.spec, group_size)
+    return subject.name, subject.spec, launches.of_shape(subject.spec, group_size)
 
 
 def _line(document: dict[str, Any]) -> str:

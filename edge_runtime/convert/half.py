@@ -48,6 +48,11 @@ def open_model(half: HalfModel, spec: ModelSpec, num_tokens: int) -> Model:
     return Model(spec, HalfBackend(half, geometry(spec, num_tokens)), quantised=False)
 
 
+def blank(spec: ModelSpec, context: int) -> HalfModel:
+    """Return a model without numbers: what it would launch is all that is asked of it."""
+    return _half_model(spec, context, lambda name: iter(()))
+
+
 def _half_model(
     spec: ModelSpec, context: int, rows: Callable[[str], Iterator[Tensor]]
 ) -> HalfModel:

@@ -22,9 +22,9 @@ from edge_runtime.kernels.cuda.passes import Buckets
 from edge_runtime.kernels.layout import KV_BLOCK, padded
 from edge_runtime.kernels.ops import Geometry
 
-ATTEND = Kernel("half_attention_kernels", "attend16")
-COMBINE = Kernel("half_attention_kernels", "combine16")
-ROPE = Kernel("half_kernels", "rope16")
+ATTEND = Kernel("half_attention_kernels", "attend16", plain=(6, 7))
+COMBINE = Kernel("half_attention_kernels", "combine16", plain=(4, 5))
+ROPE = Kernel("half_kernels", "rope16", plain=(10, 11))
 STAGES = 2
 ENOUGH_PROGRAMS = 512  # longer splits where there are more than these
 MOST_SPLITS = 256

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "heads"])
 def attend16(
     q_ptr,  # 16-bit [M, heads, D]
     k_ptr,  # 16-bit [Hkv, T, D]
@@ -88,7 +88,7 @@ def attend16(
     tl.store(stat_ptr + at * 2 + 1, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "heads"])
 def combine16(
     part_ptr,
     stat_ptr,

@@ -107,11 +107,11 @@ def engine_signatures(subject: Subject, arch: int = ORIN) -> list[Signature]:
     """Return what an engine of this model launches with any context, policy and request."""
     recorder = Recorder(arch)
     with launch.using(recorder):
-        backend = CudaBackend(_blank_weights(subject, arch), subject.geometry, META)
+        backend = CudaBackend(blank_weights(subject, arch), subject.geometry, META)
         for pair in subject.programs.values():
             for program in pair:
                 backend.prepare(program)
-        for capacity in _capacities(subject.max_context):
+        for capacity in capacities(subject.max_context):
             cache = backend.new_cache(capacity)
             _decode(backend, subject, cache)
             _look_ups(backend, subject, cache)
@@ -122,7 +122,7 @@ def engine_signatures(subject: Subject, arch: int = ORIN) -> list[Signature]:
     return list(recorder.signatures)
 
 
-def _capacities(most: int) -> Iterator[int]:
+def capacities(most: int) -> Iterator[int]:
     """Contexts that differ in what is launched: from one block on every bucket of lengths; and
     each number of blocks of a look-up that is a power of two or one less."""
     found = {min(most, KV_BLOCK), most}
@@ -157,7 +157,7 @@ def blank_linear(
     )
 
 
-def _blank_weights(subject: Subject, arch: int) -> DeviceWeights:
+def blank_weights(subject: Subject, arch: int) -> DeviceWeights:
     """Weights without memory."""
     g, empty = subject.geometry, partial(torch.empty, device=META)
     linears = {

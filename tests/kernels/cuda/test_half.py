@@ -362,6 +362,44 @@ def test_planes_are_the_target_that_the_reference_multiplies() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["fp", "w8"])
+def test_what_is_launched_is_recorded(kind: str) -> None:
+    """`kernels save --baseline` has it: cycles and choices are the engine's own."""
+    from edge_runtime.convert.half import blank
+    from edge_runtime.kernels.cuda import launch, record
+    from edge_runtime.kernels.cuda.record_half import baseline_signatures
+    from edge_runtime.model import launches
+
+    class Spy(launch.Jit):
+        def launch(self, kernel: Any, grid: Any, arguments: Any, options: Any) -> None:
+            kinds, _ = launch.described(arguments, kernel.plain)
+            seen.add(launch.signature(kernel.name, kinds, options))
+            super().launch(kernel, grid, arguments, options)
+
+    device_of("cpu")
+    seen: set[launch.Signature] = set()
+    spec = random_spec(num_layers=1, qkv_bias=True)
+    if kind == "fp":
+        cpu = torch.device("cpu")
+        from edge_runtime.kernels.cuda.half_backend import HalfBackend
+
+        backend = HalfBackend(half_model(spec), geometry(spec, NUM_TOKENS), cpu)
+        model = Model(spec, backend, quantised=False)
+    else:
+        model = nested("w8", "cpu")
+    with launch.using(Spy()):
+        list(play(model, "fp" if kind == "fp" else "w8", [3, 16, 40, 1]))
+    biased = frozenset(("layers.0.qkv",))
+    subject = launches._subject(model.spec, 32, biased, NUM_TOKENS, False)
+    recorded = baseline_signatures(subject, blank(spec, 512))
+    recorded += record.engine_signatures(subject)
+    if kind == "w8":  # its linears are test_saved.py's
+        seen = {signature for signature in seen if signature.kernel.startswith("half")}
+    assert len(seen) >= 4
+    for signature in seen:
+        assert any(one.serves(signature) for one in recorded), signature
+
+
 @pytest.mark.timeout(300)
 def test_kernels_on_orin(repository: Path) -> None:
     """Compiled for sm_87 without a GPU: no spills, and two programs' shared memory fits."""

@@ -54,9 +54,12 @@ def sources_sha256() -> str:
 def write(
     built: Mapping[Signature, Compiled], folder: Path, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write a folder and return its index. facts: what is to be known of its making, with arch,
-    fewest_columns and triton. What is the same code under two signatures is written once."""
+    """Write a folder, in place of one that is there, and return its index. facts: what is to be
+    known of its making, with arch, fewest_columns and triton. What is the same code under two
+    signatures is written once; the index comes last."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / INDEX, *folder.glob("*.ptx.gz"), *folder.glob("*.cubin.gz")):
+        old.unlink(missing_ok=True)
     code: dict[str, dict[str, Any]] = {}
     stems: dict[Compiled, str] = {}
     launches = []

@@ -96,20 +96,24 @@ def _strip(acc, low, high, x_ptr, mult, H: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    acc, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm, M, N,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    rows, cols = rn < N, rm < M
-    y = acc.to(tl.float32) * tl.load(x_scale_ptr + rm, mask=cols, other=0.0)[None, :]
-    y *= tl.load(scale_ptr + rn, mask=rows, other=0.0)[:, None]
+def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, rn, rm, M, N, BIAS: tl.constexpr):
+    y = acc.to(tl.float32) * tl.load(x_scale_ptr + rm, mask=rm < M, other=0.0)[None, :]
+    y *= tl.load(scale_ptr + rn, mask=rn < N, other=0.0)[:, None]
     if BIAS:
-        y += tl.load(bias_ptr + rn, mask=rows, other=0.0)[:, None]
-    at = rm.to(tl.int64)[None, :] * N + rn[:, None]
-    mask = rows[:, None] & cols[None, :]
+        y += tl.load(bias_ptr + rn, mask=rn < N, other=0.0)[:, None]
+    return y
+
+
+@triton.jit
+def _store(y, residual_ptr, y_ptr, n, m, M, N, RESIDUAL: tl.constexpr):
+    """y fp32 [BN, BS] goes to weight rows from n on, tokens from m on."""
+    i, t = tl.arange(0, y.shape[0]), tl.arange(0, y.shape[1])
+    at = t[None, :] * N + i[:, None]  # 32 bits an element: whole addresses would spill
+    mask = (i < N - n)[:, None] & (t < M - m)[None, :]
+    start = m.to(tl.int64) * N + n
     if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0)
-    tl.store(y_ptr + at, y, mask=mask)
+        y += tl.load(residual_ptr + start + at, mask=mask, other=0.0)
+    tl.store(y_ptr + start + at, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -186,9 +190,11 @@ def linear_prompt(
         acc = _strip(acc, low, high, x_at + g * G, mult, H, ASM)
         if TWO:
             acc2 = _strip(acc2, low, high, x_at2 + g * G, mult, H, ASM)
-    _store(acc, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm, M, N, BIAS, RESIDUAL)
+    # both strips in 32 bits before the residual is read: registers would spill
+    y = _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, rn, rm, M, N, BIAS)
     if TWO:
-        _store(
-            acc2, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, rn, rm2, M, N,
-            BIAS, RESIDUAL,
-        )  # fmt: skip
+        y2 = _scaled(acc2, x_scale_ptr, scale_ptr, bias_ptr, rn, rm2, M, N, BIAS)
+    n, m = pid // num_m * BN, pid % num_m * (BS * STRIPS)
+    _store(y, residual_ptr, y_ptr, n, m, M, N, RESIDUAL)
+    if TWO:
+        _store(y2, residual_ptr, y_ptr, n, m + BS, M, N, RESIDUAL)

@@ -31,6 +31,7 @@ from edge_runtime.kernels.sampling import Parameters
 from edge_runtime.model import launches
 from edge_runtime.model.runner import Model
 from edge_runtime.model.transformer import geometry
+from edge_runtime.plan.footprint import usual_group_size
 from edge_runtime.profiles.load import shape
 
 pytest.importorskip("triton")
@@ -127,11 +128,12 @@ def test_a_run_meets_only_what_was_recorded(signatures: list[Signature]) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["tiny", "llama-2-7b"])
+@pytest.mark.parametrize("name", ["tiny", "llama-2-7b", "qwen2.5-7b"])
 def test_nothing_spills_on_an_orin(name: str, signatures: list[Signature]) -> None:
     if name != "tiny":
         spec = shape(name).spec
-        signatures = record.engine_signatures(launches.of_shape(spec, 128)[0])
+        subjects = launches.of_shape(spec, usual_group_size(spec))
+        signatures = record.engine_signatures(subjects[0])
     built = record.compile_all(signatures, jobs=JOBS)
     assert len(built) > 60
     for signature, compiled in built.items():

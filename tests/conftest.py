@@ -7,6 +7,7 @@ Arm.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -27,6 +28,14 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITOR
 # tests that interrupt a process would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without a GPU the CUDA kernels run in Triton's interpreter, which is chosen when Triton is imported,
+# by whatever test comes first.
+if importlib.util.find_spec("torch") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("bitnest", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bitnest")

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from edge_runtime import kernels
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 PROMPT = np.random.default_rng(4).integers(0, 277, 9).tolist()
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 

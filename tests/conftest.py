@@ -29,8 +29,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITOR
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Without a GPU the CUDA kernels run in Triton's interpreter, which is chosen when Triton is imported,
-# by whatever test comes first.
+# Without a GPU the CUDA kernels run in Triton's interpreter, which is chosen when Triton is
+# imported, by whatever test comes first.
 if importlib.util.find_spec("torch") is not None:
     import torch
 

@@ -168,7 +168,7 @@ def test_document(faked: None, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(line)
     assert document.keys() == {
         "model", "backend", "gpu", "torch", "cuda", "triton", "peers", "sizes", "weights", "turns",
-        "copy_gb_s", "rows", "slice",
+        "copy_gb_s", "rows", "slice", "synthetic",
     }  # fmt: skip
     assert document["backend"] == "cuda"
     assert document["copy_gb_s"] == {"median": 100, "min": 100, "max": 100}

@@ -312,8 +312,11 @@ class Engine:
         self._keys.extend(keys)
 
     def device_cycles(self) -> Cycles | None:
-        """Return what drafts and verifies by itself, or None where the backend does not."""
+        """Return what drafts and verifies by itself, or None where the backend does not, and for a
+        target that reads less of the cache than cycles do."""
         backend = self.model.backend
+        if self.model.policy != KV8:
+            return None
         # measurements change these, in turns; each keeps its graphs
         kind = self.target_view, self.policy.recent, len(self.forced)
         if kind not in self._cycles and isinstance(backend, RunsCycles):

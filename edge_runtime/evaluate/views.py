@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from edge_runtime.cache.policy import KV8, KvPolicy, parse_policy
 from edge_runtime.decode.draft import DraftChoice
@@ -29,8 +28,7 @@ from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError, cut
 from edge_runtime.kernels.layout import CHUNK_ROWS
-from edge_runtime.kernels.ops import F32, Cache, Logits, View
-from edge_runtime.model.runner import Model
+from edge_runtime.kernels.ops import F32, View
 
 if TYPE_CHECKING:
     from edge_runtime.decode.request import Result
@@ -147,57 +145,7 @@ class RunningView:
             sampling=sampling,
             stop=stop,
             ignore_eos=ignore_eos,
-            draft_source=None if self.spec.policy == KV8 else _NoDraft(),
         ).complete()
-
-
-class _NoDraft:
-    """Keeps a generation to `Model.forward`, whatever its backend could do by itself."""
-
-    def propose(self, tokens: Sequence[int], start: int, gamma: int) -> list[int]:
-        """Return no draft."""
-        return []
-
-
-class _ReadsLess(Model):
-    """A model whose every pass reads the KV cache by one policy."""
-
-    def __init__(self, model: Model, policy: KvPolicy) -> None:
-        vars(self).update(vars(model))
-        self._policy = policy
-
-    def forward(
-        self,
-        view: View,
-        ids: Sequence[int],
-        start: int,
-        cache: Cache,
-        *,
-        policy: KvPolicy = KV8,
-        num_logits: int = 1,
-    ) -> Logits:
-        """Run ids; `policy` is this model's own."""
-        return super().forward(view, ids, start, cache, policy=self._policy, num_logits=num_logits)
-
-    def prefill(
-        self,
-        view: View,
-        part: Sequence[int] | npt.NDArray[np.float32],
-        start: int,
-        cache: Cache,
-        *,
-        chunk: int = CHUNK_ROWS,
-        want_logits: bool,
-        proceed: Callable[[int], bool] = lambda done: True,
-    ) -> tuple[int, Logits | None]:
-        """Fill the cache with ids, as `Model.prefill` does."""
-        assert isinstance(part, Sequence), "an eval has no embedding rows"
-        logits = None
-        for a in range(0, len(part), chunk):
-            if a and not proceed(a):
-                return a, None
-            logits = self.forward(view, part[a : a + chunk], start + a, cache)
-        return len(part), logits if want_logits else None
 
 
 class Views:
@@ -235,11 +183,10 @@ class Views:
 
 def beside(engine: Engine, spec: ViewSpec) -> Engine:
     """Return an engine of another view over the same weights, with a cache of its own."""
-    model = engine.model if spec.policy == KV8 else _ReadsLess(engine.model, spec.policy)
-    if spec.name == "draft":  # its passes name their policies themselves
-        model = engine.model
+    # the passes of a draft name their policies themselves
+    policy = KV8 if spec.name == "draft" else spec.policy
     return Engine(
-        model,
+        engine.model.reading(policy),
         engine.tokenizer,
         engine.text,
         view="w4" if spec.name == "w4" else "w8",

@@ -6,6 +6,7 @@ positions over the same cache give the same bits, however they are chunked.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,14 @@ class Model:
         self._r1, self._r1_scale = r1, r1_scale
         self._quantised = quantised
         self._programs: dict[tuple[View, bool], Program] = {}
+        self.policy = KV8  # what rows read of the cache, where a pass does not say
+
+    def reading(self, policy: KvPolicy) -> Model:
+        """Return this model over the same weights, whose rows read the cache by a policy: a target
+        over KV4, which evaluations compare."""
+        other = copy.copy(self)
+        other.policy = policy
+        return other
 
     def program(self, view: View, *, logits: bool = True) -> Program:
         """Return the program of a view, emitted once."""
@@ -55,7 +64,7 @@ class Model:
         start: int,
         cache: Cache,
         *,
-        policy: KvPolicy = KV8,
+        policy: KvPolicy | None = None,
         num_logits: int = 1,
     ) -> Logits:
         """Run `ids` at positions start, start + 1, … and return logits of the last rows."""
@@ -63,7 +72,7 @@ class Model:
         batch = Batch(
             ids=np.asarray(ids, dtype=np.int64),
             positions=positions,
-            full_from=policy.full_from(positions),
+            full_from=(policy or self.policy).full_from(positions),
             num_logits=num_logits,
         )
         logits = self.backend.run(self.program(view), batch, cache)
@@ -98,7 +107,7 @@ class Model:
                 ids=None if ids is None else ids[done : done + n],
                 rows=None if rows is None else rows[done : done + n],
                 positions=positions,
-                full_from=KV8.full_from(positions),
+                full_from=self.policy.full_from(positions),
             )
             logits = self.backend.run(self.program(view, logits=last), batch, cache)
             done += n

@@ -52,6 +52,7 @@ def engines(
     """Fresh engines (cache, policy, draft) over one loaded model each, on every backend."""
     opened: dict[str, Engine] = {}
     if request.param == "cuda" and not torch.cuda.is_available():
+        # these run hundreds of passes, and Triton's interpreter takes seconds for one
         pytest.skip("no GPU: test_cuda_interpreted.py has a few cases")
 
     def get(

@@ -23,6 +23,7 @@ def opened(
     """Opens engines on the 1-layer model; cuda is on offer."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
+        # the interpreter is chosen for a whole process, in which the others want the GPU
         pytest.skip("a GPU is here: test_identity.py and the others run on it")
     monkeypatch.setattr(kernels, "cuda_status", lambda: (True, "in the interpreter"))
     engines: list[Engine] = []

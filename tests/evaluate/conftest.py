@@ -73,7 +73,7 @@ def views(
     request: pytest.FixtureRequest, open_tiny: Callable[[str, str], Engine]
 ) -> Iterator[Views]:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
+        pytest.skip("no GPU: the interpreter takes minutes for each view")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for sizes like these a second one only waits
     with Views(lambda name: open_tiny(name, request.param)) as opened:

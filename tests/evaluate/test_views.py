@@ -71,7 +71,7 @@ def test_the_target_and_its_policies(views: Views) -> None:
             0,
             cache,
             policy=policy,
-            num_logits=len(IDS),  # type: ignore[arg-type]
+            num_logits=len(IDS),  # type: ignore[arg-type]  # `view` is a str to the checker
         )
         assert rows(views, name).tobytes() == logits.numpy().tobytes()
     assert rows(views, "nest:kv4").tobytes() != rows(views, "nest").tobytes()

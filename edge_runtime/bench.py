@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from edge_runtime.cache.policy import KV8
-from edge_runtime.decode.declared import Declared, patterns
+from edge_runtime.decode.declared import Declared
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.request import Result
@@ -277,7 +277,7 @@ def ways(
             f"declared acceptance needs a fixed draft of the base plane, got {draft}",
             "say how long it is: --draft 4",
         )
-    forced = patterns(accept, draft.gamma)
+    forced = [one.pattern(draft.gamma) for one in accept]
     drafting = [way for way in found if way.draft.gamma]
     declared = [
         replace(way, accept=a.text, forced=pattern)

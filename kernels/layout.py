@@ -10,6 +10,7 @@ from collections.abc import Iterable
 KV_BLOCK = 64  # tokens per attention block, at absolute positions
 LANES = 32  # strided lanes of every floating-point sum
 MAX_GAMMA = 7  # draft tokens per cycle: eight rows are verified in one pass
+MOST_FORCED = 1000  # cycles of a declared pattern of acceptance
 GROUP_SIZES = (128, 64, 32)
 ROW_TILE = 32  # a matrix is held in memory with its rows padded to this
 CHUNK_ROWS = 256  # rows of a prompt that pass through the model together

@@ -41,6 +41,7 @@ GAMMA = 4
 # tokens accepted, in turns: 1.0, 2.0, 3.0, 4.0, 4.5, 4.8 and 5.0 tokens per cycle
 PATTERNS = ((0,), (1,), (2,), (3,), (3, 4), (4, 4, 4, 4, 3), (4,))
 LATENCY_CYCLES = 2000
+BUSY_CLOCKS = 4_000_000  # about 2 ms, longer than the host takes to launch a pass
 ACTION_ROWS, ACTION_TOKENS = 288, 7  # OpenVLA: image and text, an action of seven numbers
 
 
@@ -97,12 +98,13 @@ def _pass_replay(
 
 
 def device_seconds(call: Callable[[], object]) -> float:
-    """Seconds between events around a call."""
+    """Seconds between events around a call, which is enqueued while the device is busy."""
     if not torch.cuda.is_available():
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY_CLOCKS)
     start.record()
     call()
     stop.record()

@@ -10,18 +10,16 @@ evenly: 0.95 with γ = 4 is 3, 4, 4, 4, 4.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
 from edge_runtime.decode.arguments import digits, shown
 from edge_runtime.errors import UsageError
-from edge_runtime.kernels.layout import MAX_GAMMA
+from edge_runtime.kernels.layout import MAX_GAMMA, MOST_FORCED
 
 MAX_DECIMALS, MAX_CYCLES = 3, 64  # of a rate; of a list
-MAX_LENGTH = 4096  # of patterns that are brought to one length
+assert max(10**MAX_DECIMALS, MAX_CYCLES) <= MOST_FORCED
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +42,6 @@ class Declared:
         mean = self.rate * gamma
         ends = [i * mean // 1 for i in range(mean.denominator + 1)]
         return tuple(int(b - a) for a, b in pairwise(ends))
-
-
-def patterns(declared: Sequence[Declared], gamma: int) -> list[tuple[int, ...]]:
-    """Return the pattern of each, repeated to one length (a device's graphs hold the length)."""
-    found = [one.pattern(gamma) for one in declared]
-    length = math.lcm(*map(len, found)) if found else 0
-    if length > MAX_LENGTH:
-        return found
-    return [pattern * (length // len(pattern)) for pattern in found]
 
 
 def parse_declared(text: str) -> Declared:

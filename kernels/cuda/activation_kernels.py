@@ -19,6 +19,7 @@ from edge_runtime.kernels.cuda.numeric import (
     quantiser,
     silu_mul,
 )
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 
 
 @triton.jit
@@ -36,9 +37,12 @@ def _store_quantised(x, most, i, block, row, codes_ptr, scale_ptr, sums_ptr, Kp,
 
 @triton.jit
 def quantise_kernel(
-    x_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, G: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, G: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
     """x fp32 [M, K]; one program a row."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * K + i, mask=i < K, other=0.0)
@@ -48,9 +52,11 @@ def quantise_kernel(
 @triton.jit
 def norm_quantise_kernel(
     x_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, eps, G: tl.constexpr, BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """x fp32 [M, K] is divided by its root mean square first."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * K
     i = tl.arange(0, BLOCK)
@@ -70,9 +76,13 @@ def norm_quantise_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, y_ptr, peak_ptr, K, y_stride, chunks, CHUNK: tl.constexpr):
+def silu_mul_kernel(
+    x_ptr, y_ptr, peak_ptr, K, y_stride, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr = False
+):
     """y = silu(gate) · up and the bits of its peak, for x fp32 [M, 2K] = [gate | up]; one program
     for CHUNK numbers of a row. y may lie over the gate."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -86,9 +96,11 @@ def silu_mul_kernel(x_ptr, y_ptr, peak_ptr, K, y_stride, chunks, CHUNK: tl.const
 @triton.jit
 def quantise_chunks_kernel(
     y_ptr, peak_ptr, codes_ptr, scale_ptr, sums_ptr, K, Kp, y_stride, chunks,
-    G: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    G: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise rows whose chunks' peaks are known; one program for CHUNK numbers of a row."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     c = tl.arange(0, CHUNKS)

@@ -16,10 +16,10 @@ from torch import Tensor
 from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv, power_of_two
 from edge_runtime.kernels.layout import padded
 
-quantise_kernel = Kernel("activation_kernels", "quantise_kernel")
-norm_quantise_kernel = Kernel("activation_kernels", "norm_quantise_kernel")
-silu_mul_kernel = Kernel("activation_kernels", "silu_mul_kernel")
-quantise_chunks_kernel = Kernel("activation_kernels", "quantise_chunks_kernel")
+quantise_kernel = Kernel("activation_kernels", "quantise_kernel", pdl=True)
+norm_quantise_kernel = Kernel("activation_kernels", "norm_quantise_kernel", pdl=True)
+silu_mul_kernel = Kernel("activation_kernels", "silu_mul_kernel", pdl=True)
+quantise_chunks_kernel = Kernel("activation_kernels", "quantise_chunks_kernel", pdl=True)
 
 MAX_BLOCK = 32768  # longest row held in registers: 16 warps with 64 numbers a thread
 CHUNK = 1024  # of a feed-forward row, which is longer, for one program

@@ -23,6 +23,7 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     _softmax_block,
     _unpack,
 )
+from edge_runtime.kernels.cuda.overlap import wait_for_launch
 
 
 @triton.jit
@@ -129,9 +130,11 @@ def attend_split(
     FORM: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One split of one KV head against a tile of query vectors (row-major: row, head of group)."""
     HALF: tl.constexpr = D // 2
+    wait_for_launch(PDL)
     kv_head = tl.program_id(1)
     tiles = tl.cdiv(num_queries, BQ)
     split = tl.program_id(0) // tiles

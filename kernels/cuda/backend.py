@@ -170,6 +170,8 @@ class CudaBackend:
     def _chunk_rows(self) -> int:
         return CHUNK_ROWS
 
+    _captures_prompts = True
+
     def _on_device(self, model: ops.ModelWeights | weights.DeviceWeights) -> weights.DeviceWeights:
         if isinstance(model, weights.DeviceWeights):
             return model
@@ -232,12 +234,17 @@ class CudaBackend:
     def _replay(self, program: ops.Program, one: Pass, *, own_room: bool) -> None:
         """Run a pass by its graph, which is captured when its kind is met again; or its launches
         one by one."""
-        small = one.num_rows <= sizes.SMALL_ROWS and one.ids is not None and not own_room
+        if one.ids is None:
+            self.passes.put_rows(program[0], one)
         launch = partial(self.passes.launch, program, one)
-        if not (self._gpu and small):
+        small = one.num_rows <= sizes.SMALL_ROWS
+        if not self._gpu or own_room or not (small or self._captures_prompts):
             launch()
             return
-        kind = (id(program), one.num_rows, one.num_logits, one.tokens)
+        # how attention of many rows is laid out does not depend on the length
+        kind = (
+            id(program), one.num_rows, one.num_logits, one.tokens if small else 0, one.ids is None,
+        )  # fmt: skip
         one.cache.graphs.run(kind, launch, self.passes.registers)
 
     def _fetch(self, found: Tensor) -> NDArray[Any]:

@@ -121,6 +121,8 @@ def compile_signature(signature: Signature, arch: int = ORIN) -> Compiled:
     module, _, name = signature.kernel.rpartition(".")
     function = Kernel(module, name).function
     constants = dict(signature.constants)
+    if "PDL" in function.arg_names:
+        constants.setdefault("PDL", False)
     given = [name for name in function.arg_names if name not in constants]
     kinds = dict(zip(given, signature.arguments, strict=True))
     return compile_kernel(

@@ -24,20 +24,20 @@ from edge_runtime.kernels.cuda.graphs import Graphs
 from edge_runtime.kernels.cuda.launch import Kernel
 from edge_runtime.kernels.cuda.passes import CudaCache, Pass
 from edge_runtime.kernels.cuda.sizes import REPORT_HEADER, REPORT_IDS
-from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA
+from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA, MOST_FORCED
 from edge_runtime.kernels.sampling import Parameters
 
 if TYPE_CHECKING:
     from edge_runtime.kernels.cuda.backend import CudaBackend
     from edge_runtime.kernels.cuda.logits import Room
 
-draft_row = Kernel("cycle_kernels", "draft_row", plain=(8, 9))
-verify_rows = Kernel("cycle_kernels", "verify_rows", plain=(8, 9))
-accept = Kernel("cycle_kernels", "accept", plain=(8, 9, 10))
+draft_row = Kernel("cycle_kernels", "draft_row", plain=(8, 9), pdl=True)
+verify_rows = Kernel("cycle_kernels", "verify_rows", plain=(8, 9), pdl=True)
+accept = Kernel("cycle_kernels", "accept", plain=(8, 9))
 
 WIDTH, HEADER = REPORT_IDS, REPORT_HEADER
 ROWS = MAX_GAMMA + 1
-Kind = tuple[int, int, int, str, int]  # base tokens, looked-up ones, bucket, choice, forced
+Kind = tuple[int, int, int, str, bool]  # base tokens, looked-up ones, bucket, choice, forced
 
 
 class CudaCycles:
@@ -65,14 +65,14 @@ class CudaCycles:
         self._drafted, self._report = new(WIDTH), new(2, HEADER + WIDTH)
         self._inputs = new(3, ROWS)  # ids, positions, first full tokens
         self._counts = torch.arange(ROWS, dtype=torch.int32, device=device)
-        self._forced = new(1)
+        self._forced = new(MOST_FORCED + 1)  # a number of entries, then those
         self._looked = ngram.new_draft(cache.capacity + WIDTH, device)
         self._settings = sampling.Settings(
             new(ROWS, 3, dtype=torch.int64), new(ROWS, 5, dtype=torch.float64)
         )
         self._rooms: dict[tuple[bool, int], sampling.Room] = {}
         self._choice = "greedy"
-        self._num_forced = 0
+        self._is_forced = False
         gpu = device.type == "cuda"
         self._host = torch.zeros_like(self._report, device="cpu", pin_memory=gpu)
         self._events = [_Events(gpu), _Events(gpu)]
@@ -89,8 +89,7 @@ class CudaCycles:
         whatever the target chose. What was launched before is dropped."""
         assert parameters.repetition_penalty == 1
         assert parameters.presence_penalty == 0
-        for program in (self._target, self._draft):
-            self._backend.prepare(program)
+        self._prepare()
         self._room = self._backend.free_room()
         device = self._tokens.device
         self._waiting.clear()
@@ -104,12 +103,11 @@ class CudaCycles:
             made = sampling.Settings.of([parameters] * ROWS, [0] * ROWS, device)
             self._settings.ints.copy_(made.ints)
             self._settings.floats.copy_(made.floats)
-        if len(forced) != self._num_forced:  # graphs hold the tensor
-            self._graphs.clear()
-            self._num_forced = len(forced)
-            self._forced = torch.zeros(max(1, len(forced)), dtype=torch.int32, device=device)
+        assert len(forced) <= MOST_FORCED
+        self._is_forced = bool(forced)
         if forced:
-            self._forced.copy_(torch.tensor(list(forced), dtype=torch.int32))
+            values = torch.tensor([len(forced), *forced], dtype=torch.int32)
+            self._forced[: len(values)] = values.to(device)
 
     def launch(self, base: int, look_up: int, most_tokens: int) -> None:
         """Enqueue a cycle of `base` draft steps and up to `look_up` tokens by look-up.
@@ -118,11 +116,12 @@ class CudaCycles:
         """
         assert base + look_up <= MAX_GAMMA
         assert len(self._waiting) < 2, "a report would be overwritten"
+        self._prepare()
         rows = 1 + base + look_up
         assert most_tokens - 1 + rows <= self._cache.capacity, "rows beyond the cache"
         kind = (
             base, look_up, self._cache.bucket(most_tokens - 1 + rows), self._choice,
-            self._num_forced,
+            self._is_forced,
         )  # fmt: skip
         events = self._events[self._count % 2]
         events.start()
@@ -145,6 +144,11 @@ class CudaCycles:
         return ops.Cycle(report[HEADER : HEADER + count].tolist(), drafted, seconds)
 
     # a cycle
+
+    def _prepare(self) -> None:
+        """Have the registers of both programs: they may have been given back since."""
+        for program in (self._target, self._draft):
+            self._backend.prepare(program)
 
     def _replay(self, kind: Kind) -> None:
         launch = partial(self._launch, kind)
@@ -185,7 +189,7 @@ class CudaCycles:
             num_warps=1,
         )
 
-    def _verify(self, base: int, rows: int, bucket: int, *, looked: bool, forced: int) -> None:
+    def _verify(self, base: int, rows: int, bucket: int, *, looked: bool, forced: bool) -> None:
         verify_rows[(1,)](
             self._state,
             self._tokens,
@@ -208,11 +212,10 @@ class CudaCycles:
             self._looked.count,
             self._forced,
             self._report,
-            forced,
             base,
             rows,
             LOOKED=looked,
-            FORCED=forced > 0,
+            FORCED=forced,
             WIDTH=WIDTH,
             num_warps=1,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 from edge_runtime.kernels.cuda.sizes import REPORT_HEADER
 
 LENGTH, COUNT = tl.constexpr(0), tl.constexpr(1)  # of the state: tokens known, cycles done
@@ -39,8 +40,11 @@ def draft_row(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """The row of a draft step, the first or a later one; what the step before chose is noted."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     position = tl.load(state_ptr + LENGTH) - 1 + step
     if FIRST:
         token = tl.load(token_ptr + position)
@@ -68,8 +72,11 @@ def verify_rows(
     rows,
     SAMPLED: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """The last token, then the draft: so many rows."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     r = tl.arange(0, WIDTH)
     last = tl.load(state_ptr + LENGTH) - 1
     token = tl.load(token_ptr + last + 0 * r)
@@ -83,7 +90,7 @@ def verify_rows(
         tl.store(sampled_ptr + r * 3 + 1, (last + 1 + r).to(tl.int64), mask=r < rows)
 
 
-@triton.jit(do_not_specialize=["num_forced", "base", "rows"])
+@triton.jit(do_not_specialize=["base", "rows"])
 def accept(
     state_ptr,  # int32 [2]
     token_ptr,  # int32 [capacity + WIDTH]
@@ -91,9 +98,8 @@ def accept(
     choice_ptr,  # int32 [rows], what the target chose after each
     finite_ptr,  # int32 [rows]
     looked_ptr,  # int32 [1], how many tokens a look-up found
-    forced_ptr,  # int32 [num_forced], tokens accepted in turns, whatever was chosen
+    forced_ptr,  # int32: how many follow, then tokens accepted in turns, whatever was chosen
     report_ptr,  # int32 [2, HEADER + WIDTH]
-    num_forced,
     base,
     rows,
     LOOKED: tl.constexpr,
@@ -113,7 +119,7 @@ def accept(
     differs = (guess != chosen) | (r >= drafted)
     taken = tl.min(tl.where(differs, r, WIDTH), 0)
     if FORCED:
-        taken = tl.minimum(tl.load(forced_ptr + cycle % num_forced), drafted)
+        taken = tl.minimum(tl.load(forced_ptr + 1 + cycle % tl.load(forced_ptr)), drafted)
         chosen = tl.where(r < taken, guess, chosen)
     tl.store(token_ptr + length + r, chosen, mask=r <= taken)
     report_ptr += cycle % 2 * (HEADER + WIDTH)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv
 
-embed_kernel = Kernel("embedding_kernels", "embed_kernel")
+embed_kernel = Kernel("embedding_kernels", "embed_kernel", pdl=True)
 
 BLOCK = 1024
 

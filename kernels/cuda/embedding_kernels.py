@@ -6,14 +6,17 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda.numeric import NOT_A_NUMBER
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 
 
 @triton.jit
 def embed_kernel(
     ids_ptr, table_ptr, scale_ptr, rows_ptr, out_ptr, V, H, HAS_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program for BLOCK numbers of a row."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row).to(tl.int64)

@@ -248,12 +248,12 @@ class HalfPasses(Passes):
 
     # ops, in the order of kernels/ops.py
 
+    def _first(self, op: ops.Op, one: Pass) -> Tensor:
+        return cast(Tensor, self.registers.of(op.out, self.geometry.hidden_size, one.num_rows))
+
     def _embed(self, op: ops.Embed, one: Pass) -> None:
-        out = self.registers.of(op.out, self.geometry.hidden_size, one.num_rows)
-        if one.ids is None:
-            assert one.rows is not None
-            out.copy_(one.rows)
-        else:
+        out = self._first(op, one)
+        if one.ids is not None:  # else `put_rows` was here
             torch.index_select(self.weights.embedding, 0, one.ids, out=out)
         one.registers[op.out] = out
 

@@ -29,6 +29,7 @@ class _PlainCache(CudaBackend):
     """What backends over a plain cache share."""
 
     cache_dtype = torch.float16
+    _captures_prompts = False  # attention of many rows is torch's, which is told the length
 
     def new_cache(self, capacity: int) -> Any:
         """Allocate a cache. Raises BudgetError."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv, power_of_two
 
-argmax_blocks_kernel = Kernel("head_kernels", "argmax_blocks_kernel", plain=(6,))
-argmax_combine_kernel = Kernel("head_kernels", "argmax_combine_kernel")
+argmax_blocks_kernel = Kernel("head_kernels", "argmax_blocks_kernel", plain=(6,), pdl=True)
+argmax_combine_kernel = Kernel("head_kernels", "argmax_combine_kernel", pdl=True)
 
 BLOCK = 2048
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda.numeric import INFINITE, MAGNITUDE, peak_bits
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 
 LOWEST = tl.constexpr(-(2**63))  # below every key
 
@@ -17,9 +18,11 @@ LOWEST = tl.constexpr(-(2**63))  # below every key
 @triton.jit(do_not_specialize=["blocks"])
 def argmax_blocks_kernel(
     logits_ptr, allowed_ptr, partial_ptr, flags_ptr, V, stride, blocks,
-    HAS_ALLOWED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ALLOWED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """logits fp32 [rows, stride]; one program for BLOCK logits of a row."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -38,9 +41,12 @@ def argmax_blocks_kernel(
 
 @triton.jit
 def argmax_combine_kernel(
-    partial_ptr, flags_ptr, index_ptr, finite_ptr, blocks, BLOCKS: tl.constexpr
-):
+    partial_ptr, flags_ptr, index_ptr, finite_ptr, blocks, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
     """One program a row combines its blocks."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     key = tl.load(partial_ptr + row * blocks + b, mask=b < blocks, other=LOWEST)

@@ -10,7 +10,7 @@ from edge_runtime.kernels.cuda.attention_tiles import padded_half
 from edge_runtime.kernels.cuda.cache import LayerCache
 from edge_runtime.kernels.cuda.launch import Kernel
 
-rope_kv_kernel = Kernel("kv_kernels", "rope_kv", plain=(13, 14))
+rope_kv_kernel = Kernel("kv_kernels", "rope_kv", plain=(13, 14), pdl=True)
 
 
 def rope_kv(

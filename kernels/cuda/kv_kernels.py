@@ -12,6 +12,7 @@ import triton.language as tl
 from edge_runtime.kernels.cuda import floats
 from edge_runtime.kernels.cuda.floats import halving_sum
 from edge_runtime.kernels.cuda.numeric import round_even
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 
 BLOCK = tl.constexpr(64)
 HALF_MAX = tl.constexpr(65504.0)
@@ -95,8 +96,11 @@ def rope_kv(
     HP: tl.constexpr,  # D/2 rounded up to a power of two
     QK_NORM: tl.constexpr,
     ROTATE: tl.constexpr,  # R3
+    PDL: tl.constexpr = False,
 ):
     """Head program_id(1) of row program_id(0): of q, then of k, then of v."""
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     HALF: tl.constexpr = D // 2
     row = tl.program_id(0)
     head = tl.program_id(1)

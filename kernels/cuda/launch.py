@@ -87,11 +87,13 @@ class Kernel:
 
     plain: places of the integers of which nothing is to be known (the function's own
     `do_not_specialize`): numbers of rows, so that one code serves all, and what only costs
-    registers when it is known.
+    registers when it is known. pdl: it may start before the launch before it ends (`overlap.py`).
     """
 
-    def __init__(self, module: str, name: str, plain: tuple[int, ...] = ()) -> None:
-        self.name, self.plain = f"{module}.{name}", plain
+    def __init__(
+        self, module: str, name: str, plain: tuple[int, ...] = (), *, pdl: bool = False
+    ) -> None:
+        self.name, self.plain, self.pdl = f"{module}.{name}", plain, pdl
         self._function: Any = None
 
     @property
@@ -152,6 +154,12 @@ class Jit:
         """Columns of an int8 product, at least."""
         return triton_columns()
 
+    @functools.cached_property
+    def _has_pdl(self) -> bool:
+        import torch
+
+        return self.assembly and capability(torch.device("cuda")) >= 90
+
     @property
     def why(self) -> str:
         """The version."""
@@ -169,6 +177,8 @@ class Jit:
         options: Mapping[str, Any],
     ) -> None:
         """Let Triton do it."""
+        if kernel.pdl and self._has_pdl:
+            options = {**options, "PDL": True, "launch_pdl": True}
         kernel.function[grid](*arguments, **options)
 
 
@@ -238,8 +248,13 @@ def using(other: Way) -> Iterator[None]:
 
 def triton_columns() -> int:
     """Columns of an int8 product, at least, in the Triton that is installed."""
-    version = importlib.metadata.version("triton").split(".")
-    return 8 if (int(version[0]), int(version[1])) >= (3, 5) else 16
+    return 8 if triton_version() >= (3, 5) else 16
+
+
+def triton_version() -> tuple[int, int]:
+    """Major and minor version of the Triton that is installed."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 @functools.cache

@@ -24,13 +24,14 @@ from edge_runtime.kernels.cuda.tiles import Tile, choose
 from edge_runtime.kernels.layout import padded
 from edge_runtime.kernels.ops import LinearWeights, View
 
-linear_mma = Kernel("linear_kernels", "linear_mma", plain=(10, 11))
-linear_dot4 = Kernel("linear_kernels", "linear_dot4", plain=(10,))
+linear_mma = Kernel("linear_kernels", "linear_mma", plain=(10, 11), pdl=True)
+linear_dot4 = Kernel("linear_kernels", "linear_dot4", plain=(10,), pdl=True)
 linear_prompt = Kernel("prompt_kernels", "linear_prompt", plain=(11, 12))
 sum_digits = Kernel("prompt_kernels", "sum_digits", plain=(3,))
 
 MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
 MAX_SMALL_ROWS = 16
+MAX_DOT4_ROWS = 8
 DIGIT_ROWS = 128  # rows of digits are padded to it: a multiple of every prompt tile's tokens
 DIGIT_GROUPS = 32  # and groups to this: what one step of the correction takes
 
@@ -184,7 +185,9 @@ def linear(
         return out
     assert isinstance(sums, Tensor), f"{tile} takes sums as they are"
     tensors = (codes, sums, x_scale, weight.base, weight.refine)
-    if tile.form == "dot4" and M == 1 and weight.mult_rows is not None and weight.row_tile == 1:
+    if tile.form == "dot4" and weight.mult_rows is not None:
+        assert M <= MAX_DOT4_ROWS
+        assert weight.row_tile == 1
         _launch_dot4(tensors, weight, tail, flags, tile)
         return out
     assert tile.form == "mma", f"{tile} for {M} rows, by-row multipliers: {weight.mult_rows}"
@@ -227,8 +230,8 @@ def _launch_dot4(
         weight.mult_rows,
         *tail,
         N,
+        M=codes.shape[0],
         QUADS=quads,
-        EVEN=N % tile.rows == 0 and quads % tile.columns == 0,
         BQ=tile.columns,
         **flags,
     )

@@ -1,4 +1,4 @@
-"""The dual-plane linear as Triton kernels: one on tensor cores for every M, one of dp4a for M = 1.
+"""The dual-plane linear as Triton kernels: one on tensor cores for every M, one of dp4a for few.
 
 Invariant: integers only up to the last two products, so tile, order, M and form cannot change bits.
 Formula and shapes: `linear.py`. Weights are the M operand of the tensor core, tokens its N operand:
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
 
 
@@ -102,9 +103,12 @@ def linear_mma(
     AHEAD: tl.constexpr,  # multipliers are read one group ahead
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One tile [BN weight rows, BM tokens] of y; tokens run fastest, so that weights stay in L2."""
     H: tl.constexpr = G // 2
+    start_next_launch(PDL)
+    wait_for_launch(PDL)
     num_m = tl.cdiv(M, BM)
     pid = tl.program_id(0)
     pid_n = pid // num_m
@@ -179,75 +183,102 @@ def linear_mma(
     tl.store(y_ptr + at, y, mask=mask)
 
 
+@triton.jit
+def _nothing():
+    """No tensors yet: their number is a constant of the kernel."""
+    return ()
+
+
+@triton.jit
+def _quads(
+    base_ptr, refine_ptr, mult_ptr, words, q, QUADS: tl.constexpr, Q: tl.constexpr,
+    W8: tl.constexpr,
+):  # fmt: skip
+    """Words of both planes int32 [BQ, BN, 4] and multipliers [BQ, BN] of quads q, 0 past the
+    end."""
+    live = q < QUADS
+    each = live[:, None, None]
+    at = words + q[:, None, None] * 4
+    w = tl.load(base_ptr + at, mask=each, other=0, eviction_policy="evict_first")
+    r = w
+    if W8:
+        r = tl.load(refine_ptr + at, mask=each, other=0, eviction_policy="evict_first")
+    mult = tl.load(mult_ptr + (q // Q)[:, None], mask=live[:, None], other=0)
+    return w, r, mult.to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["N"])
 def linear_dot4(
-    x_ptr,  # int32 words of int8 [1, Kp]
-    sum_ptr,  # int32 [Kp/G]
-    x_scale_ptr,  # fp32 [1]
+    x_ptr,  # int32 words of int8 [M, Kp]
+    sum_ptr,  # int32 [M, Kp/G]
+    x_scale_ptr,  # fp32 [M]
     base_ptr,  # int32 words of uint8 [N, Kp/2]
     refine_ptr,  # the same; not read in the w4 view
     mult_ptr,  # int16 [N, Kp/G]
     scale_ptr,  # fp32 [N]
     bias_ptr,  # fp32 [N]
-    residual_ptr,  # fp32 [1, N]
-    y_ptr,  # fp32 [1, N]
+    residual_ptr,  # fp32 [M, N]
+    y_ptr,  # fp32 [M, N]
     N,
+    M: tl.constexpr,  # rows of x, all of them in every program
     QUADS: tl.constexpr,  # Kp/32: a quad is four words of a plane, 32 weights of one group
     G: tl.constexpr,
     W8: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr,  # BN divides N and BQ divides QUADS
     BN: tl.constexpr,  # weight rows of a program
     BQ: tl.constexpr,  # quads of a loop step, each in one lane
     ASM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
-    """One row of x: a lane owns a quad, loads 128 bits of each plane and takes 8 dp4a."""
+    """Few rows of x: a lane owns a quad, loads 128 bits of each plane and takes 8 dp4a a row.
+
+    Weights are read a step ahead, the first before the activations are there.
+    """
     Q: tl.constexpr = G // 32
+    start_next_launch(PDL)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    cn = tl.minimum(rn, N - 1)
     q = tl.arange(0, BQ)
     e = tl.arange(0, 4)
-    cn = rn if EVEN else tl.minimum(rn, N - 1)
-    words = cn.to(tl.int64)[:, None, None] * (QUADS * 4) + (q[:, None] * 4 + e[None, :])[None]
-    mult_row = mult_ptr + cn.to(tl.int64)[:, None] * (QUADS // Q)
+    words = cn.to(tl.int64)[None, :, None] * (QUADS * 4) + e[None, None, :]
+    mult_ptr += cn.to(tl.int64)[None, :] * (QUADS // Q)
+    w, r, mult = _quads(base_ptr, refine_ptr, mult_ptr, words, q, QUADS, Q, W8)
+    scale = tl.load(scale_ptr + cn)
+    wait_for_launch(PDL)
     x_words = ((q // Q) * (G // 4) + (q % Q) * 4)[:, None] + e[None, :]
-    acc = tl.zeros((BN, BQ), tl.int64)
-    zero = tl.zeros((BN, BQ, 4), tl.int32)
+    zero = tl.zeros((BQ, BN, 4), tl.int32)
+    acc = _nothing()  # int64 [BQ, BN] of each row of x
+    for i in tl.static_range(M):  # noqa: B007
+        acc += (tl.zeros((BQ, BN), tl.int64),)
     for start in range(0, QUADS, BQ):
-        live = (start + q) < QUADS
-        g = (start + q) // Q
-        if EVEN:
-            w = tl.load(base_ptr + words + start * 4, eviction_policy="evict_first")
-            xl = tl.load(x_ptr + x_words + start * 8)
-            xh = tl.load(x_ptr + x_words + start * 8 + G // 8)
-            mult = tl.load(mult_row + g[None, :])
-        else:
-            each = live[:, None]
-            w = tl.load(base_ptr + words + start * 4, mask=each[None], other=0)
-            xl = tl.load(x_ptr + x_words + start * 8, mask=each, other=0)
-            xh = tl.load(x_ptr + x_words + start * 8 + G // 8, mask=each, other=0)
-            mult = tl.load(mult_row + g[None, :], mask=live[None, :], other=0)
         low = (w << 4) & -252645136  # 0xF0F0F0F0
         high = w & -252645136
         if W8:
-            if EVEN:
-                r = tl.load(refine_ptr + words + start * 4, eviction_policy="evict_first")
-            else:
-                r = tl.load(refine_ptr + words + start * 4, mask=live[None, :, None], other=0)
             low |= r & 252645135  # 0x0F0F0F0F
             high |= (r >> 4) & 252645135
-        xl, _ = tl.broadcast(xl[None], zero)
-        xh, _ = tl.broadcast(xh[None], zero)
-        dots = tl.sum(dot4(high, xh, dot4(low, xl, zero, ASM), ASM), axis=2)
-        if W8:  # once a group: its first quad takes the correction of all
-            first = live & ((start + q) % Q == 0)
-            dots -= 8 * tl.load(sum_ptr + g, mask=first, other=0)[None, :]
-        acc = multiply_add(dots, mult.to(tl.int32), acc, ASM)
-    total = tl.sum(acc, axis=1)
-    mask = rn < N
-    y = (total.to(tl.float32) * tl.load(x_scale_ptr)) * tl.load(scale_ptr + cn)
-    if BIAS:
-        y += tl.load(bias_ptr + cn)
-    if RESIDUAL:
-        y += tl.load(residual_ptr + cn)
-    tl.store(y_ptr + rn, y, mask=mask)
+        this = mult
+        if BQ < QUADS:
+            w, r, mult = _quads(base_ptr, refine_ptr, mult_ptr, words, start + BQ + q, QUADS, Q, W8)
+        live = (start + q) < QUADS
+        more = _nothing()
+        for m in tl.static_range(M):
+            at = x_ptr + m * (QUADS * 8) + x_words + start * 8
+            xl = tl.load(at, mask=live[:, None], other=0)
+            xh = tl.load(at + G // 8, mask=live[:, None], other=0)
+            xl, _ = tl.broadcast(xl[:, None], zero)
+            xh, _ = tl.broadcast(xh[:, None], zero)
+            dots = tl.sum(dot4(high, xh, dot4(low, xl, zero, ASM), ASM), axis=2)
+            if W8:  # once a group: its first quad takes the correction of all
+                first = live & ((start + q) % Q == 0)
+                at = sum_ptr + m * (QUADS // Q) + (start + q) // Q
+                dots -= 8 * tl.load(at, mask=first, other=0)[:, None]
+            more += (multiply_add(dots, this, acc[m], ASM),)
+        acc = more
+    for m in tl.static_range(M):
+        y = (tl.sum(acc[m], axis=0).to(tl.float32) * tl.load(x_scale_ptr + m)) * scale
+        if BIAS:
+            y += tl.load(bias_ptr + cn)
+        if RESIDUAL:
+            y += tl.load(residual_ptr + m * N + cn)
+        tl.store(y_ptr + m * N + rn, y, mask=rn < N)

@@ -126,14 +126,20 @@ class Passes:
             values, choice = one.logits
             head.argmax(values, self.geometry.num_tokens, out=choice)
 
+    def put_rows(self, op: ops.Op, one: Pass) -> None:
+        """Copy embedding rows from the host to where the first op would put them."""
+        assert one.rows is not None
+        self._first(op, one).copy_(one.rows)
+
+    def _first(self, op: ops.Op, one: Pass) -> Tensor:
+        """Where the first op of a program writes."""
+        return self.registers.floats(op.out, self.geometry.hidden_size, one.num_rows)
+
     # ops, in the order of kernels/ops.py
 
     def _embed(self, op: ops.Embed, one: Pass) -> None:
-        out = self.registers.floats(op.out, self.geometry.hidden_size, one.num_rows)
-        if one.ids is None:
-            assert one.rows is not None
-            out.copy_(one.rows)
-        else:
+        out = self._first(op, one)
+        if one.ids is not None:  # else `put_rows` was here
             embed(one.ids, self.weights.embedding, self.weights.embedding_scale, out=out)
         one.registers[op.out] = out
 

@@ -72,14 +72,20 @@ ORIN = (
 
 # Hopper: native code on the whole H200, microseconds; K = 4096, G = 128.
 HOPPER = (
-    Line("w4", 1, 8192, Tile("dot4", 2, 32, 1)),  # N = 22016: 13.5; tensor cores 17.1
-    Line("w4", 1, 0, Tile("dot4", 2, 128, 2)),  # N = 4096: 4.1; tensor cores 9.1
-    Line("w8", 1, 8192, Tile("dot4", 1, 128, 1)),  # 22016: 22.2; tensor cores 30.1
-    Line("w8", 1, 0, Tile("dot4", 2, 64, 4)),  # 4096: 6.0; tensor cores 15.5
+    # 22016x4096 and 4096x11008, tensor cores behind: one row w4 11.8 and 6.9 (17.1, 18.7), w8 21.3
+    # and 12.3 (30.1, 24.5); w8, two rows 23.1 and 12.4 (32.3, 39.0), five 32.6 and 18.2 (32.6,
+    # 39.4), eight 47 (33.1) and 29.8 (40.1)
+    Line("w4", 1, 8192, Tile("dot4", 4, 64, 2)),
+    Line("w4", 1, 0, Tile("dot4", 2, 128, 2)),
+    Line("w8", 1, 8192, Tile("dot4", 4, 64, 2)),
+    Line("w8", 1, 0, Tile("dot4", 2, 128, 2)),
+    Line("w8", 3, 8192, Tile("dot4", 8, 128, 4)),
+    Line("w8", 3, 0, Tile("dot4", 4, 64, 2)),
+    Line("w8", 5, 0, Tile("dot4", 4, 32, 1)),
+    Line("w8", 8, 8192, Tile("mma", 64, 8, 2, 3, 256)),
+    Line("w8", 8, 0, Tile("dot4", 2, 32, 1)),
     Line("w4", 8, 8192, Tile("mma", 128, 8, 2, 4, 256)),  # 22016: 17.6; step 128 22.9
     Line("w4", 8, 0, Tile("mma", 16, 8, 1, 4, 256)),  # 4096: 9.4; 64 rows 11.1
-    Line("w8", 8, 8192, Tile("mma", 64, 8, 2, 3, 256)),  # 22016: 30.5; step 128 37.5
-    Line("w8", 8, 0, Tile("mma", 32, 8, 1, 4, 256)),  # 4096: 15.7; 64 rows 16.3
     Line("w4", 16, 8192, Tile("mma", 128, 16, 2, 3, 256)),  # 22016: 19.4
     Line("w4", 16, 0, Tile("mma", 16, 16, 1, 4, 256)),  # 4096: 11.2
     Line("w8", 16, 8192, Tile("mma", 128, 16, 4, 3, 256)),  # 22016: 35.2

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from edge_runtime.decode.declared import parse_declared, patterns
+from edge_runtime.decode.declared import parse_declared
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
@@ -44,13 +44,6 @@ def test_a_rate_is_met_exactly_and_evenly(rate: str, gamma: int) -> None:
     assert max(pattern) - min(pattern) <= 1
     for n in range(1, len(pattern)):  # of any beginning as well
         assert abs(sum(pattern[:n]) - float(rate) * gamma * n) < 1
-
-
-def test_patterns_of_one_length() -> None:
-    found = patterns([parse_declared(t) for t in ("0.95", "0.5", "4,3")], 4)
-    assert [len(p) for p in found] == [10, 10, 10]
-    assert found[0] == (3, 4, 4, 4, 4) * 2
-    assert patterns([], 4) == []
 
 
 @pytest.mark.parametrize(

@@ -213,17 +213,23 @@ def test_an_error_in_a_pass_leaves_the_engine_usable(
 ) -> None:
     engine = engines("llama", gamma=4, source="base", chunk=16)
     want = run(engines("llama")).token_ids
-    backend_run = type(engine.model.backend).run
+    places = [(type(engine.model.backend), "run")]
+    if (cycles := engine.device_cycles()) is not None:
+        places.append((type(cycles), "read"))
     for failing in (0, 2, 4, 6, 9):
         calls = iter(range(1000))
+        for owner, name in places:
+            original = getattr(owner, name)
 
-        def broken(self: Any, *args: Any, at: int = failing, n: Any = calls) -> Any:
-            done = backend_run(self, *args)
-            if next(n) == at:
-                raise NumericError("logits hold NaN or infinity")
-            return done
+            def broken(
+                self: Any, *args: Any, original: Any = original, at: int = failing, n: Any = calls
+            ) -> Any:
+                done = original(self, *args)
+                if next(n) == at:
+                    raise NumericError("logits hold NaN or infinity")
+                return done
 
-        monkeypatch.setattr(type(engine.model.backend), "run", broken)
+            monkeypatch.setattr(owner, name, broken)
         with pytest.raises(NumericError):
             run(engine)
         monkeypatch.undo()

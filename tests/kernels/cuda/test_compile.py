@@ -23,9 +23,9 @@ N, GROUPS = 512, 64
 LINES = ORIN + tuple(line for line in HOPPER if line.tile.form == "dot4")
 
 
-def launch_tile(tile: Tile, view: str, group: int) -> None:
+def launch_tile(tile: Tile, view: str, group: int, rows: int) -> None:
     """One linear with a tile, of as many rows as it is for."""
-    M = 1 if tile.form == "dot4" else 17 if tile.form == "prompt" else tile.columns - 1
+    M = rows if tile.form == "dot4" else 17 if tile.form == "prompt" else tile.columns - 1
     K = GROUPS * group
     w = blank_linear(N, K, group, row_tile=1 if tile.form == "dot4" else ROW_TILES[87], by_row=True)
     sums = empty(M, GROUPS, dtype=torch.int32)
@@ -36,12 +36,13 @@ def launch_tile(tile: Tile, view: str, group: int) -> None:
 
 
 def launch_all() -> None:
-    for view, tile, least in dict.fromkeys((ln.view, ln.tile, ln.min_group) for ln in LINES):
+    lines = [(n.view, n.tile, n.min_group, n.max_rows) for n in LINES]
+    for view, tile, least, rows in dict.fromkeys(lines):
         if tile.form == "mma" and tile.columns < triton_columns():
             continue
         for group in (32, 64, 128):
             if group >= least and (group == 64 or tile.form != "dot4"):
-                launch_tile(tile, view, group)
+                launch_tile(tile, view, group, rows)
 
 
 @pytest.mark.slow

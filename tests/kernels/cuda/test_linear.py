@@ -85,6 +85,12 @@ def test_one_row(N: int, K: int, G: int, tile: Tile, view: ops.View, device: str
 
 
 @pytest.mark.parametrize("view", ["w4", "w8"])
+@pytest.mark.parametrize("M", range(2, 9))
+def test_few_rows_without_tensor_cores(M: int, view: ops.View, device: str) -> None:
+    check(case(33, 320, 64, bias=True), view, M, device, DOT4, with_residual=True)
+
+
+@pytest.mark.parametrize("view", ["w4", "w8"])
 @pytest.mark.parametrize("M", [2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 33])
 def test_rows(M: int, view: ops.View, device: str) -> None:
     check(case(33, 320, 64), view, M, device, WIDE)
@@ -186,11 +192,9 @@ def test_every_pair_of_nibbles_at_the_largest_numbers(
     codes = torch.full((3, 256), 127, dtype=torch.int8)
     codes[1] = -127
     codes[2, ::2] = 0
-    for row in codes if tile.form == "dot4" else [codes]:
-        x = row.view(-1, 256)
-        want = ExactLinear.from_weights(w, view)(x.float(), torch.ones(len(x)))
-        got = run(w, view, x, torch.ones(len(x)), device, tile)
-        assert torch.equal(got, want)
+    want = ExactLinear.from_weights(w, view)(codes.float(), torch.ones(3))
+    got = run(w, view, codes, torch.ones(3), device, tile)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("tile", [SMALL, DOT4, PROMPT])

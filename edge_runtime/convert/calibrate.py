@@ -133,13 +133,13 @@ class HessianSum:
 
     def observe(self, name: str, x: Tensor) -> None:
         """Add the rows of x fp32 [L, K]."""
-        product = (x.T @ x).double()
+        product = x.T @ x
         if name in self.by_name:
             self.by_name[name] += product
         else:
-            self.by_name[name] = product
+            self.by_name[name] = product.double()
         self.rows[name] = self.rows.get(name, 0) + x.shape[0]
 
     def take(self, name: str) -> Tensor:
         """Return the mean Hessian fp32 [K, K] of a linear and forget it."""
-        return (self.by_name.pop(name) / self.rows.pop(name)).float()
+        return self.by_name.pop(name).div_(self.rows.pop(name)).float()

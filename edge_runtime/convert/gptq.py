@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from edge_runtime.errors import CheckpointError
+from edge_runtime.kernels.cuda import graphs
 
-_BLOCK = 32  # columns solved one by one between two matrix products
+_BLOCK = 32  # columns solved one by one between two matrix products; divides every group
 _DAMPING = (0.01, 0.1, 1.0)  # of the mean diagonal, tried in this order
 
 
@@ -47,7 +48,7 @@ def factor_hessian(H: torch.Tensor, *, name: str = "") -> HessianFactor:
     When the Cholesky factorisation fails the damping is raised tenfold, up to the mean diagonal.
     Raises CheckpointError when H is not finite or not a Hessian at all.
     """
-    A = H.double().flip(0, 1)  # Cholesky of the flipped matrix gives the upper factor M
+    A = H.flip(0, 1).double()  # Cholesky of the flipped matrix gives the upper factor M
     if not bool(torch.isfinite(A.sum())):
         raise CheckpointError(f"calibration of {name or 'a matrix'}: NaN or infinity in its inputs")
     diagonal = A.diagonal().clone()
@@ -63,102 +64,105 @@ def factor_hessian(H: torch.Tensor, *, name: str = "") -> HessianFactor:
             break
     else:
         raise CheckpointError(f"calibration of {name or 'a matrix'}: its Hessian is not positive")
-    pull = (A / A.diagonal()[:, None]).float().flip(0, 1).contiguous()
+    A /= A.diagonal().clone()[:, None]
+    pull = A.float().flip(0, 1)
     del A
     L /= L.diagonal().clone()  # columns by their diagonal: L[i, j] / L[j, j]
-    coupling = L.float().T.flip(0, 1).tril(-1).contiguous()
+    coupling = L.float().T.flip(0, 1).contiguous().tril_(-1)
     return HessianFactor(coupling=coupling, pull=pull, damping=damping, dead=int(dead.sum()))
 
 
 def solve_columns(
     W: torch.Tensor,
     scale: torch.Tensor,
-    low: torch.Tensor | float,
-    high: torch.Tensor | float,
+    low: torch.Tensor,
+    high: torch.Tensor,
     factor: HessianFactor,
     G: int,
     sweeps: int,
 ) -> tuple[torch.Tensor, int]:
-    """Round W [n, K] fp32 column by column within [low, high]; the recurrence above.
+    """Round W [n, K] fp32 column by column within [low, high]; the recurrence above, then sweeps.
 
-    scale fp64 [n, Kp/G]; low and high are numbers or [K, n]. Returns the codes int8 [n, K] and
+    scale fp64 [n, Kp/G]; low and high int8 [n, K], any strides. Returns the codes int8 [n, K] and
     how many of them the limits moved. Works on [K, n], so that a column is contiguous.
+
+    A sweep has the same form as the first pass: with r = Σ_i pull[j, i] · E[i] the best value of
+    column j is w[j] - E[j] + r, and what the columns before it in its block add to that is
+    pull[j, i] times the step of their codes.
     """
     n, K = W.shape
     assert factor.coupling.shape == (K, K), f"a Hessian of {factor.coupling.shape[0]} for {K}"
-    WT = W.T.contiguous()
+    assert G % _BLOCK == 0, f"groups of {G} columns in blocks of {_BLOCK}"
+    WT, low, high = W.T.contiguous(), low.T, high.T
     step = scale.T.float().contiguous()
     inverse = reciprocal(scale).T.float().contiguous()
-    E = torch.empty(K, n)
-    codes = torch.empty(K, n, dtype=torch.int8)
-    free, kept = torch.empty(_BLOCK, n), torch.empty(_BLOCK, n)
-    moved = 0
-    for a in range(0, K, _BLOCK):
-        z = min(a + _BLOCK, K)
-        T = torch.addmm(WT[a:z], factor.coupling[a:z, :a], E[:a])
-        for j in range(a, z):
-            t, q = free[j - a], kept[j - a]
-            torch.addmv(T[j - a], E[a:j].T, factor.coupling[j, a:j], out=t)
-            t.mul_(inverse[j // G]).round_()
-            lo = low if isinstance(low, float) else low[j]
-            hi = high if isinstance(high, float) else high[j]
-            _clamp(t, lo, hi, q)
-            torch.addcmul(WT[j], q, step[j // G], value=-1, out=E[j])
-        codes[a:z] = kept[: z - a]
-        moved += int((free[: z - a] != kept[: z - a]).sum())
-    for _ in range(sweeps):
-        moved = _descend(WT, E, codes, step, inverse, low, high, factor.pull, G)
-    return codes.T, moved
+    E = torch.empty_like(WT)
+    codes = torch.empty(K, n, dtype=torch.int8, device=W.device)
+    block, moved = _Block(n, W.device), torch.zeros((), dtype=torch.int64, device=W.device)
+    for sweep in range(1 + sweeps):
+        moved.zero_()
+        for a in range(0, K, _BLOCK):
+            columns, g = slice(a, min(a + _BLOCK, K)), a // G
+            if sweep == 0:
+                C = factor.coupling[columns, columns]
+                T = torch.addmm(WT[columns], factor.coupling[columns, :a], E[:a])
+                before = WT[columns] * inverse[g]
+            else:
+                C = factor.pull[columns, columns].tril(-1)
+                T = torch.addmm(WT[columns] - E[columns], factor.pull[columns], E)
+                before = codes[columns].float()
+            T = torch.addmm(T.mul_(inverse[g]), C, before)
+            kept, clipped = block.round(T, C, low[columns], high[columns])
+            moved += clipped
+            codes[columns] = kept
+            torch.addcmul(WT[columns], kept, step[g], value=-1, out=E[columns])
+    return codes.T, int(moved)
 
 
-def _descend(
-    WT: torch.Tensor,
-    E: torch.Tensor,
-    codes: torch.Tensor,
-    step: torch.Tensor,
-    inverse: torch.Tensor,
-    low: torch.Tensor | float,
-    high: torch.Tensor | float,
-    pull: torch.Tensor,
-    G: int,
-) -> int:
-    """One sweep of coordinate descent: each code in turn becomes the best one, the others fixed.
+class _Block:
+    """The columns of one block, one after the other: all that cannot be done side by side.
 
-    With r = Σ_i pull[j, i] · E[i] the best value of column j is w[j] - E[j] + r. Changes E, codes
-    [K, n] in place (the error never grows) and returns how many codes the limits moved.
+    In units of the block's scale, column j is rounded from T[j] - Σ_{i<j} C[j, i] · q[i].
+    On a GPU launching such small steps costs more than they do: they are captured and replayed.
     """
-    K, n = WT.shape
-    D, kept = torch.empty(_BLOCK, n), torch.empty(n)
-    moved = 0
-    for a in range(0, K, _BLOCK):
-        z = min(a + _BLOCK, K)
-        R = pull[a:z] @ E
-        for j in range(a, z):
-            t = torch.addmv(R[j - a], D[: j - a].T, pull[j, a:j])
-            t.add_(WT[j]).sub_(E[j]).mul_(inverse[j // G]).round_()
-            lo = low if isinstance(low, float) else low[j]
-            hi = high if isinstance(high, float) else high[j]
-            _clamp(t, lo, hi, kept)
-            moved += int((t != kept).sum())
-            codes[j] = kept
-            after = torch.addcmul(WT[j], kept, step[j // G], value=-1)
-            torch.sub(after, E[j], out=D[j - a])
-            E[j] = after
-    return moved
 
+    def __init__(self, n: int, device: torch.device) -> None:
+        """n: rows of the matrix, which are independent of each other."""
+        self._parts = torch.empty(4, _BLOCK, n, device=device).unbind()
+        self._coupling = torch.empty(_BLOCK, _BLOCK, device=device)
+        self._launched = False
+        self._graph: torch.cuda.CUDAGraph | None = None
 
-def _clamp(
-    t: torch.Tensor, low: torch.Tensor | float, high: torch.Tensor | float, out: torch.Tensor
-) -> None:
-    """out = min(max(t, low), high), each limit a number or a tensor."""
-    if isinstance(low, torch.Tensor):
-        torch.maximum(t, low, out=out)
-    else:
-        torch.clamp(t, min=low, out=out)
-    if isinstance(high, torch.Tensor):
-        torch.minimum(out, high, out=out)
-    else:
-        out.clamp_(max=high)
+    def round(
+        self, T: torch.Tensor, C: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes fp32 [m, n] of the columns T [m, n] and how many the limits moved.
+
+        C [m, m] is strictly lower triangular. The codes are overwritten by the next call.
+        """
+        m = T.shape[0]
+        free, kept, lowest, highest = (part[:m] for part in self._parts)
+        free.copy_(T)
+        lowest.copy_(low)
+        highest.copy_(high)
+        self._coupling[:m, :m] = C
+        if T.device.type != "cuda" or m < _BLOCK:
+            self._columns(m)
+        elif not self._launched:  # the first time loads the kernels
+            self._columns(m)
+            self._launched = True
+        else:
+            self._graph = self._graph or graphs.captured(lambda: self._columns(m))
+            self._graph.replay()
+        return kept, (free.round_() != kept).sum()
+
+    def _columns(self, m: int) -> None:
+        free, kept, low, high = self._parts
+        for j in range(m):
+            if j:
+                free[j].addmv_(kept[:j].T, self._coupling[j, :j], alpha=-1)
+            torch.clamp(free[j], low[j], high[j], out=kept[j])
+            kept[j].round_()
 
 
 def reciprocal(x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ MULT_MAX = 32767
 BASE_SWEEPS, REFINE_SWEEPS = 0, 3
 _CHUNK_VALUES = 1 << 20  # weights of one row chunk: bounds the scratch memory of a thread
 _CHUNK_ROWS = 256  # at least: a chunk reads the whole factor
+DEVICE_VALUES = 1 << 26  # of a chunk on a device, where chunks follow each other
 
 
 class Scales(NamedTuple):
@@ -83,7 +84,7 @@ def solve_base(
     no limit); "rtn" rounds to nearest and needs no factor. Groups with m = 0 and padding get 0.
     """
     _check_finite(W, name)
-    q4 = torch.zeros(W.shape[0], mult.shape[1] * G, dtype=torch.int8)
+    q4 = torch.zeros(W.shape[0], mult.shape[1] * G, dtype=torch.int8, device=W.device)
 
     def solve(rows: slice) -> int:
         scale = 16 * _scales(mult[rows], row_scale[rows])
@@ -92,11 +93,11 @@ def solve_base(
             q4[rows, : W.shape[1]] = T.round_().clamp_(-8, 7)
             return 0
         assert factor is not None, "gptq needs a Hessian"
-        low: torch.Tensor | float = -8.0
-        high: torch.Tensor | float = 7.0
-        if bound is not None:  # rounding is monotone: bound the code instead of the value
-            low = (T - bound).round_().clamp_(-8, 7).float().T.contiguous()
-            high = (T + bound).round_().clamp_(-8, 7).float().T.contiguous()
+        far = torch.inf if bound is None else bound
+        # rounding is monotone: bound the code instead of the value
+        low = (T - far).round_().clamp_(-8, 7).to(torch.int8)
+        high = T.add_(far).round_().clamp_(-8, 7).to(torch.int8)
+        del T
         q4[rows, : W.shape[1]], moved = solve_columns(
             W[rows].float(), scale, low, high, factor, G, sweeps
         )
@@ -125,21 +126,21 @@ def solve_refine(
     """
     _check_finite(W, name)
     N, K = W.shape
-    qr = torch.zeros(q4.shape, dtype=torch.int8)
+    qr = torch.zeros_like(q4)
 
     def solve(rows: slice) -> int:
         scale = _scales(mult[rows], row_scale[rows])
         base = q4[rows, :K]
         residual = W[rows].double() - base.double().mul_(16).mul_(_spread(scale, G, K))
-        low = torch.where(base == -8, 0.0, -8.0)
+        low = torch.where(base == -8, 0, -8).to(torch.int8)
         if method == "closed":
             free = _steps(residual, scale, G).round_()
-            codes = free.clamp(max=7.0).maximum(low)
+            codes = free.clamp(max=7.0).maximum(low.double())
             qr[rows, :K] = codes
             return int((free != codes).sum())
         assert factor is not None, "gptq needs a Hessian"
-        low = low.T.contiguous()
-        qr[rows, :K], moved = solve_columns(residual.float(), scale, low, 7.0, factor, G, sweeps)
+        high = torch.full((), 7, dtype=torch.int8, device=W.device).expand_as(low)
+        qr[rows, :K], moved = solve_columns(residual.float(), scale, low, high, factor, G, sweeps)
         return moved
 
     return Refinement(qr, _each_chunk(W, solve) / max(1, N * K))
@@ -149,7 +150,7 @@ def rtn8(W: torch.Tensor, G: int, *, name: str = "") -> PlainCodes:
     """Return plain W8, round to nearest with s = max|w|/127 per group: the target's yardstick."""
     low, high = _group_range(W, G, name)
     mult, row_scale = _encode_scales(torch.maximum(high, -low).double() / 127)
-    codes = torch.zeros(W.shape[0], mult.shape[1] * G, dtype=torch.int8)
+    codes = torch.zeros(W.shape[0], mult.shape[1] * G, dtype=torch.int8, device=W.device)
 
     def solve(rows: slice) -> int:
         T = _steps(W[rows], _scales(mult[rows], row_scale[rows]), G)
@@ -172,7 +173,7 @@ def dequantize(
 
     The draft is the code 16·q4 and the target 16·q4 + qr, int8 or int16.
     """
-    out = torch.empty(code.shape[0], K, dtype=dtype)
+    out = torch.empty(code.shape[0], K, dtype=dtype, device=code.device)
 
     def fill(rows: slice) -> int:
         scale = _spread(_scales(mult[rows], row_scale[rows]), G, K)
@@ -212,7 +213,7 @@ def _group_range(W: torch.Tensor, G: int, name: str) -> tuple[torch.Tensor, torc
     """Return the smallest and largest weight of each group, [N, Kp/G]; padding counts as 0."""
     _check_finite(W, name)
     N, K = W.shape
-    low, high = torch.zeros(2, N, -(-K // G))
+    low, high = torch.zeros(2, N, -(-K // G), device=W.device)
 
     def fill(rows: slice) -> int:
         padded = torch.nn.functional.pad(W[rows].float(), (0, -K % G))
@@ -245,10 +246,11 @@ def _each_chunk(W: torch.Tensor, work: Callable[[slice], int]) -> int:
 
     One thread per chunk instead of torch's own: its barrier in each of the many small steps costs
     20 times the step on a busy machine. Chunks do not depend on the number of threads, so neither
-    do the results.
+    do the results. On another device chunks are large and follow each other.
     """
-    size = max(_CHUNK_ROWS, _CHUNK_VALUES // max(1, W.shape[1]))
-    chunks = [slice(i, min(i + size, W.shape[0])) for i in range(0, W.shape[0], size)]
+    if W.device.type != "cpu":
+        return sum(work(rows) for rows in _row_chunks(W, DEVICE_VALUES))
+    chunks = _row_chunks(W, _CHUNK_VALUES)
     inference = torch.is_inference_mode_enabled()  # belongs to a thread: pass it on
 
     def run(rows: slice) -> int:
@@ -262,6 +264,12 @@ def _each_chunk(W: torch.Tensor, work: Callable[[slice], int]) -> int:
             return sum(pool.map(run, chunks))
     finally:
         torch.set_num_threads(threads)
+
+
+def _row_chunks(W: torch.Tensor, num_values: int) -> list[slice]:
+    """Cut the rows of W [N, K] into chunks of about so many values."""
+    size = max(_CHUNK_ROWS, num_values // max(1, W.shape[1]))
+    return [slice(i, min(i + size, W.shape[0])) for i in range(0, W.shape[0], size)]
 
 
 def _check_finite(W: torch.Tensor, name: str) -> None:

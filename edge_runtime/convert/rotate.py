@@ -101,7 +101,7 @@ def _rotate_input(
     W: torch.Tensor, gamma: torch.Tensor | None, R1: torch.Tensor | None
 ) -> torch.Tensor:
     """W [N, H] · diag(γ [H]) · R1, fp64 inside, fp32 out; a few thousand rows at a time."""
-    out = torch.empty(W.shape, dtype=torch.float32)
+    out = torch.empty(W.shape, dtype=torch.float32, device=W.device)
     for i in range(0, W.shape[0], _CHUNK_ROWS):
         rows = W[i : i + _CHUNK_ROWS].double()
         if gamma is not None:
@@ -112,7 +112,7 @@ def _rotate_input(
 
 def _rotate_output(W: torch.Tensor, R1: torch.Tensor | None) -> torch.Tensor:
     """R1ᵀ · W [H, K], fp64 inside, fp32 out; a few thousand columns at a time."""
-    out = torch.empty(W.shape, dtype=torch.float32)
+    out = torch.empty(W.shape, dtype=torch.float32, device=W.device)
     for i in range(0, W.shape[1], _CHUNK_ROWS):
         columns = W[:, i : i + _CHUNK_ROWS].double()
         out[:, i : i + _CHUNK_ROWS] = columns if R1 is None else R1.T @ columns

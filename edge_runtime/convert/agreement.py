@@ -44,20 +44,19 @@ class HeldOut:
         layers.advance(backend, layer_program(self._spec, 0, "fp"), self._states["original"])
         G = next(iter(nested.values())).group_size
         weights, biases = layers.matrices(fused, "layers.0.")
-        linears: dict[str, tuple[Literal["w8", "w4"], dict[str, ExactLinear]]] = {
-            "target": ("w8", {n: m.linear("w8") for n, m in nested.items()}),
-            "draft": ("w4", {n: m.linear("w4") for n, m in nested.items()}),
-            "w8_rtn": (
-                "w8",
-                {n: rtn8_linear(w, biases.get(n), G, n) for n, w in weights.items()},
-            ),
-        }
         norms = layers.head_norms(fused, "layers.0.")
-        for name, (view, made) in linears.items():
+
+        def advance(name: str, view: Literal["w8", "w4"], made: dict[str, ExactLinear]) -> None:
             quantised = layers.quantised_layer(
                 made, norms, self._spec, self._one, self._length, view
             )
             layers.advance(quantised, layer_program(self._spec, 0, view), self._states[name])
+
+        # one view in memory at a time
+        advance("target", "w8", {n: m.linear("w8") for n, m in nested.items()})
+        advance("draft", "w4", {n: m.linear("w4") for n, m in nested.items()})
+        plain = {n: rtn8_linear(w, biases.get(n), G, n) for n, w in weights.items()}
+        advance("w8_rtn", "w8", plain)
 
     def head(self, head: Tensor, nested: Nested) -> Agreement:
         """Compare the views' choices at every position. head: fp32 [V, H], rotated."""
@@ -85,8 +84,9 @@ class _Choices:
     def __init__(self, spec: ModelSpec, states: list[Tensor]) -> None:
         self._normed = numeric.rms_norm(torch.cat(states), spec.rms_norm_eps)
         self._codes, self._scale = numeric.quantise(self._normed)
-        self._best = torch.full((len(self._normed),), -torch.inf)
-        self.ids = torch.zeros(len(self._normed), dtype=torch.int64)
+        device = self._normed.device
+        self._best = torch.full((len(self._normed),), -torch.inf, device=device)
+        self.ids = torch.zeros(len(self._normed), dtype=torch.int64, device=device)
 
     def offer_float(self, first: int, rows: Tensor) -> None:
         """Take unquantised rows fp32 [n, H] with ids from `first`."""

@@ -38,6 +38,10 @@ class Rotation:
         """The n of [n, n]."""
         return self.matrix.shape[0]
 
+    def to(self, device: torch.device) -> Rotation:
+        """Return the rotation with its matrix on a device."""
+        return Rotation(self.matrix.to(device), self.scale, self.kind)
+
     def dense(self) -> torch.Tensor:
         """Return R as fp64 [n, n]."""
         return self.matrix.double() * self.scale

@@ -48,6 +48,7 @@ def head_norms(layer: FusedLayer, prefix: str) -> dict[str, Tensor]:
 
 def float_layer(layer: FusedLayer, spec: ModelSpec, one: Geometry, length: int) -> FloatBackend:
     """The unquantised layer as number 0 of a one-layer model."""
+    device = layer.qkv.device
     cos, sin = rope_tables(spec, length)
     weights, biases = matrices(layer, "layers.0.")
     return FloatBackend(
@@ -55,8 +56,8 @@ def float_layer(layer: FusedLayer, spec: ModelSpec, one: Geometry, length: int) 
             matrices=weights,
             biases=biases,
             embedding=torch.zeros(0),
-            cos=torch.from_numpy(cos),
-            sin=torch.from_numpy(sin),
+            cos=torch.from_numpy(cos).to(device),
+            sin=torch.from_numpy(sin).to(device),
             head_norms=head_norms(layer, "layers.0."),
         ),
         one,
@@ -80,9 +81,10 @@ def quantised_layer(
             embedding_scale=NO_SCALE,
             cos=cos,
             sin=sin,
-            head_norms={n: w.numpy() for n, w in norms.items()},
+            head_norms={n: w.cpu().numpy() for n, w in norms.items()},
         ),
         one,
+        device=next(iter(linears.values())).scale.device,
     )
     for name, linear in linears.items():
         backend.set_linear(name, view, linear)

@@ -41,7 +41,7 @@ class Nested:
     group_size: int
 
     def planes(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the canonical planes by plane name."""
+        """Return the canonical planes by plane name, of a matrix on the host."""
         planes = {
             f"{name}.base": pack.pack_base(self.q4.numpy(), self.group_size),
             f"{name}.refine": pack.pack_refine(self.qr.numpy(), self.group_size),
@@ -53,16 +53,37 @@ class Nested:
         return planes
 
     @classmethod
-    def from_planes(cls, planes: dict[str, npt.NDArray[Any]], name: str, G: int) -> Nested:
+    def from_planes(
+        cls,
+        planes: dict[str, npt.NDArray[Any]],
+        name: str,
+        G: int,
+        device: torch.device | str = "cpu",
+    ) -> Nested:
         """Read planes back (a resumed conversion)."""
+
+        def brought(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
         bias = planes.get(f"{name}.bias")
         return cls(
-            q4=torch.from_numpy(pack.unpack_base(planes[f"{name}.base"], G)),
-            qr=torch.from_numpy(pack.unpack_refine(planes[f"{name}.refine"], G)),
-            mult=torch.from_numpy(planes[f"{name}.mult"]),
-            scale=torch.from_numpy(planes[f"{name}.scale"]),
-            bias=None if bias is None else torch.from_numpy(bias),
+            q4=brought(pack.unpack_base(planes[f"{name}.base"], G)),
+            qr=brought(pack.unpack_refine(planes[f"{name}.refine"], G)),
+            mult=brought(planes[f"{name}.mult"]),
+            scale=brought(planes[f"{name}.scale"]),
+            bias=None if bias is None else brought(bias),
             group_size=G,
+        )
+
+    def cpu(self) -> Nested:
+        """Return the matrix on the host; itself if it is there."""
+        return Nested(
+            q4=self.q4.cpu(),
+            qr=self.qr.cpu(),
+            mult=self.mult.cpu(),
+            scale=self.scale.cpu(),
+            bias=None if self.bias is None else self.bias.cpu(),
+            group_size=self.group_size,
         )
 
     def rows(self, rows: slice) -> Nested:

@@ -60,7 +60,10 @@ def float_model(source: Source, context: int, *, rotate_seed: int | None = None)
     return Model(spec, backend, r1=dense, r1_scale=scale, quantised=False)
 
 
-def head_matrix(source: Source, r1: Rotation | None) -> Tensor:
-    """The LM head with the final norm (and R1) folded in; a tied embedding serves as the head."""
+def head_matrix(source: Source, r1: Rotation | None, device: torch.device | str = "cpu") -> Tensor:
+    """The LM head with the final norm (and R1, on the same device) folded in.
+
+    A tied embedding serves as the head.
+    """
     name = "embed" if source.spec.tied_embedding else "head"
-    return rotate_head(source.tensor(name), source.tensor("norm"), r1)
+    return rotate_head(source.tensor(name).to(device), source.tensor("norm").to(device), r1)

@@ -2,8 +2,9 @@
 
 Invariant: a shard on disk is final; a stopped conversion continues with the first missing shard and
 ends with the same planes as one that was never stopped. Steps: embed, each layer, head, manifest.
-Peak memory: two layers (source and fused, fp32), the codes of one in three views, the embedding
-or the head (fp32), and the hidden states of the calibration windows.
+Peak memory: two layers (source and fused, fp32), the codes of one in two views, the embedding
+or the head (fp32), and the hidden states of the calibration windows; on a GPU the same, with one
+tensor of the source and the planes of two layers on the host (`resources.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime import __version__
+from edge_runtime.convert import device as devices
 from edge_runtime.convert import layer as layers
 from edge_runtime.convert import resources
 from edge_runtime.convert.agreement import HeldOut
@@ -32,7 +35,7 @@ from edge_runtime.convert.calibrate import (
     calibration_documents,
     windows,
 )
-from edge_runtime.convert.hadamard import random_rotation
+from edge_runtime.convert.hadamard import Rotation, random_rotation
 from edge_runtime.convert.nest import Nested, Recipe, nest_matrix
 from edge_runtime.convert.original import head_matrix, r2_seed
 from edge_runtime.convert.rotate import FusedLayer, fuse_layer
@@ -44,7 +47,6 @@ from edge_runtime.kernels.layout import GROUP_SIZES
 from edge_runtime.model.load import rotate_rows
 from edge_runtime.model.transformer import geometry, layer_program
 from edge_runtime.plan.footprint import usual_group_size
-from edge_runtime.text.template import ChatTemplate
 from edge_runtime.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -74,10 +76,19 @@ class Conversion:
     """One conversion; `run` does it all."""
 
     def __init__(
-        self, source: Source, out: Path, options: ConvertOptions, progress: Progress
+        self,
+        source: Source,
+        out: Path,
+        options: ConvertOptions,
+        progress: Progress,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Check disk and memory, open or continue the partial folder. Raises BudgetError."""
+        """Check disk and memory, open or continue the partial folder. Raises BudgetError.
+
+        device: where all of it is computed but the embedding's codes.
+        """
         spec = source.spec
+        self.device = torch.device(device)
         self.source, self.spec, self.options, self._progress = source, spec, options, progress
         fmt.check_spec(spec, str(source.provenance.get("name", "source")))
         G = options.group_size or usual_group_size(spec)
@@ -97,9 +108,13 @@ class Conversion:
         self._calibration_name = (
             BUNDLED if options.calibration is None else options.calibration.name
         )
-        resources.check(spec, G, self._rotation().kind, options.calibration_tokens, out)
+        resources.check_disk(spec, G, self._rotation().kind, out)
+        resources.check_memory(spec, options.calibration_tokens, devices.room(self.device))
         self.writer = CheckpointWriter(out, self._identity())
-        self._rows: list[dict[str, Any]] = []
+        self.layer_seconds: list[float] = []  # of the layers that this run solved
+        self._saver: ThreadPoolExecutor
+        self._saved: Future[None] = Future()
+        self._saved.set_result(None)
         self._tokenizer = Tokenizer.from_json(source.tokenizer_json)
         self._window = min(WINDOW, spec.max_position)
         self.shards = ["embed", *(f"layer-{i:03}" for i in range(spec.num_layers)), "head"]
@@ -118,6 +133,7 @@ class Conversion:
             "group_size": self.recipe.group_size,
             "r3": self._r3,
             "calibration": digest(documents),
+            "device": self.device.type,  # sums of another order: planes would not be those of one
             "source": source.provenance["sha256"],
             "tokenizer": digest(source.tokenizer_json),
             "text": digest(msgspec.json.encode(source.text).decode()),
@@ -130,7 +146,11 @@ class Conversion:
     def run(self) -> fmt.Manifest:
         """Convert and return the manifest; what it stopped at can be continued at once."""
         try:
-            return self._run()
+            with (
+                ThreadPoolExecutor(1) as self._saver,  # left only when what it began is written
+                devices.computing_on(self.device, self.spec, self.options.calibration_tokens),
+            ):
+                return self._run()
         finally:
             self.writer.close()
 
@@ -140,13 +160,36 @@ class Conversion:
         states, checked = self._embed(calibration, held_out)
         for i in range(self.spec.num_layers):
             self._progress(i + 1, len(self.shards), f"layer {i + 1} of {self.spec.num_layers}")
-            self._layer(i, states, checked)
+            started = time.perf_counter()
+            if self._layer(i, states, checked):
+                self.layer_seconds.append(time.perf_counter() - started)
         self._progress(len(self.shards) - 1, len(self.shards), "LM head")
         agreement = self._head(states, checked)
-        manifest = self._manifest(agreement)
-        self.writer.finish(manifest, self.source.tokenizer_json, self._rows)
+        self._saved.result()
+        rows = [row for shard in self.shards for row in self.writer.read_report(shard)]
+        manifest = self._manifest(agreement, rows)
+        self.writer.finish(manifest, self.source.tokenizer_json, rows)
         self._progress(len(self.shards), len(self.shards), "done")
         return manifest
+
+    def _save(
+        self,
+        shard: str,
+        matrices: dict[str, Nested],
+        others: dict[str, npt.NDArray[Any]],
+        rows: list[dict[str, Any]],
+    ) -> None:
+        """Pack and write a shard while the next one is computed, one at a time."""
+        self._saved.result()
+        here = {name: nested.cpu() for name, nested in matrices.items()}
+
+        def save() -> None:
+            planes = dict(others)
+            for name, nested in here.items():
+                planes |= nested.planes(name)
+            self.writer.shard(shard, planes, rows)
+
+        self._saved = self._saver.submit(save)
 
     def _token_windows(self) -> tuple[list[list[int]], list[list[int]]]:
         o, text = self.options, self.source.text
@@ -156,6 +199,8 @@ class Conversion:
 
         encode_chat = None
         if text.chat_template is not None:
+            from edge_runtime.text.template import ChatTemplate
+
             template = ChatTemplate(
                 text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
             )
@@ -195,17 +240,17 @@ class Conversion:
                 planes["r1"] = r1
             seconds = round(time.perf_counter() - started, 3)
             row = {"name": "embed", "shape": list(table.shape), "seconds": seconds}
-            self.writer.shard("embed", planes, [row])
-        self._rows += self.writer.read_report("embed")
-        dense = None if self._r1 is None else self._r1.dense()
+            self._save("embed", {}, planes, [row])
+        there = self._r1_there()
+        dense = None if there is None else there.dense()
 
         def original(tokens: list[int]) -> Tensor:
-            rows = table[tokens].double()
+            rows = table[tokens].to(self.device).double()
             return (rows if dense is None else rows @ dense).float()
 
         def quantised(tokens: list[int]) -> Tensor:
             codes, scales = rotate_rows(table[tokens].numpy(), r1, scale)
-            return torch.from_numpy(codes.astype(np.float32) * scales[:, None])
+            return torch.from_numpy(codes.astype(np.float32) * scales[:, None]).to(self.device)
 
         checked = HeldOut(
             self.spec,
@@ -215,7 +260,8 @@ class Conversion:
         )
         return [original(w) for w in calibration], checked
 
-    def _layer(self, i: int, states: list[Tensor], checked: HeldOut) -> None:
+    def _layer(self, i: int, states: list[Tensor], checked: HeldOut) -> bool:
+        """Take all states through a layer and return whether it had to be solved."""
         shard, p, local = f"layer-{i:03}", f"layers.{i}.", "layers.0."
         fused = self.fused_layer(i)
         backend = layers.float_layer(fused, self.spec, self._one, self._window)
@@ -233,25 +279,25 @@ class Conversion:
             planes = self.writer.read_shard(shard)
             for name in weights:
                 full = p + name.removeprefix(local)
-                nested[name] = Nested.from_planes(planes, full, self.recipe.group_size)
+                nested[name] = Nested.from_planes(planes, full, self.recipe.group_size, self.device)
         else:
-            rows, planes = [], {}
+            rows = []
             for name, W in weights.items():
                 full = p + name.removeprefix(local)
                 H = hessians.take(name)
                 nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full)
                 rows.append(row)
-                planes |= nested[name].planes(full)
-            planes |= {n: w.numpy() for n, w in layers.head_norms(fused, p).items()}
-            self.writer.shard(shard, planes, rows)
-        self._rows += self.writer.read_report(shard)
+            norms = {n: w.cpu().numpy() for n, w in layers.head_norms(fused, p).items()}
+            matrices = {p + n.removeprefix(local): m for n, m in nested.items()}
+            self._save(shard, matrices, norms, rows)
         checked.layer(fused, backend, nested)
+        return not done
 
     def _head(self, states: list[Tensor], checked: HeldOut) -> fmt.Agreement:
-        head = head_matrix(self.source, self._r1)
+        head = head_matrix(self.source, self._r1_there(), self.device)
         if self.writer.has("head"):
             nested = Nested.from_planes(
-                self.writer.read_shard("head"), "head", self.recipe.group_size
+                self.writer.read_shard("head"), "head", self.recipe.group_size, self.device
             )
         else:
             hessians = HessianSum()
@@ -259,22 +305,26 @@ class Conversion:
                 mean = (x * x).mean(-1, keepdim=True)
                 hessians.observe("head", x * torch.rsqrt(mean + self.spec.rms_norm_eps))
             nested, row = nest_matrix(head, None, hessians.take("head"), self.recipe, "head")
-            self.writer.shard("head", nested.planes("head"), [row])
-        self._rows += self.writer.read_report("head")
+            self._save("head", {"head": nested}, {}, [row])
         return checked.head(head, nested)
 
     def fused_layer(self, i: int) -> FusedLayer:
         """Read, fuse and rotate one layer of the source."""
         prefix = f"layers.{i}."
-        tensors = {n: self.source.tensor(prefix + n) for n in layer_tensors(self.spec)}
+        tensors = {
+            n: self.source.tensor(prefix + n).to(self.device) for n in layer_tensors(self.spec)
+        }
         r2 = None
         if self._r1 is not None:
-            r2 = random_rotation(self.spec.head_dim, r2_seed(self.options.seed, i))
-        return fuse_layer(tensors, self.spec, self._r1, r2)
+            r2 = random_rotation(self.spec.head_dim, r2_seed(self.options.seed, i)).to(self.device)
+        return fuse_layer(tensors, self.spec, self._r1_there(), r2)
 
-    def _manifest(self, agreement: fmt.Agreement) -> fmt.Manifest:
+    def _r1_there(self) -> Rotation | None:
+        return None if self._r1 is None else self._r1.to(self.device)
+
+    def _manifest(self, agreement: fmt.Agreement, rows: list[dict[str, Any]]) -> fmt.Manifest:
         o = self.options
-        solved = [r for r in self._rows if "clipped_share" in r]
+        solved = [r for r in rows if "clipped_share" in r]
         weights = [r["shape"][0] * r["shape"][1] for r in solved]
         clipped = sum(r["clipped_share"] * w for r, w in zip(solved, weights, strict=True))
         manifest = fmt.Manifest(

@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
-
+from edge_runtime.convert.calibrate import WINDOW
+from edge_runtime.convert.quantize import DEVICE_VALUES
 from edge_runtime.errors import BudgetError
 from edge_runtime.format.manifest import DTYPES, expected_planes
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.plan.footprint import linear_shapes
 
 RUNTIME_BYTES = 1000 << 20  # interpreter, torch and its scratch
+DEVICE_RUNTIME_BYTES = 1 << 30  # of the host: libraries of the GPU
+SCRATCH_BYTES = 256 << 20  # of the device: cuBLAS's and cuSOLVER's
+SOLVER_BYTES = 28  # a weight of a chunk: limits in fp64, or targets, errors, limits and codes
 
 
 def checkpoint_bytes(spec: ModelSpec, group_size: int, rotation: str) -> int:
@@ -25,32 +29,80 @@ def checkpoint_bytes(spec: ModelSpec, group_size: int, rotation: str) -> int:
     return sum(DTYPES[dtype] * math.prod(shape) for _, (dtype, shape) in planes)
 
 
+class Room(NamedTuple):
+    """What is free. host_bytes: None where it cannot be known; device_bytes: None without a device.
+
+    shared: the device has no memory of its own, as on a Jetson; one pool holds both parts.
+    """
+
+    host_bytes: int | None
+    device_bytes: int | None = None
+    shared: bool = False
+
+
 def conversion_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
-    """Peak memory: see the pipeline's invariant. Bytes a weight count what a step holds at once."""
-    shapes = linear_shapes(spec)
-    head = math.prod(shapes["head"])
-    one = sum(math.prod(shapes[f"layers.0.{n}"]) for n in ("qkv", "o", "gate_up", "down"))
-    largest_input = max(k for _, k in shapes.values())
-    states = (calibration_tokens + 8192) * spec.hidden_size * 4
-    layer = one * 40  # source and fused fp32, codes in three views as fp32 and fp64
-    table = head * 24  # fp32 source and rotated head, codes, planes, one fp32 view for the errors
-    hessian = largest_input**2 * 8 * 4
-    return RUNTIME_BYTES + states + hessian + max(layer, table)
+    """Peak memory on the CPU: see the pipeline's invariant. Bytes a weight count what a step holds
+    at once."""
+    sizes = _Sizes(spec, calibration_tokens)
+    layer = sizes.layer * 40  # source and fused fp32, codes in three views as fp32 and fp64
+    table = sizes.head * 24  # fp32 source and rotated head, codes, planes, one fp32 view for errors
+    hessian = sizes.inputs**2 * 8 * 4
+    return RUNTIME_BYTES + sizes.states + hessian + max(layer, table)
 
 
-def check(
-    spec: ModelSpec, group_size: int, rotation: str, calibration_tokens: int, out: Path
-) -> None:
-    """Refuse a conversion that cannot end. Raises BudgetError with the numbers."""
-    check_disk(spec, group_size, rotation, out)
-    memory = conversion_bytes(spec, calibration_tokens)
-    available = psutil.virtual_memory().available
-    if memory > available:
-        raise BudgetError(
-            f"memory: conversion needs about {memory / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are available",
-            "lower --calib-tokens, close other programs, or convert on a larger machine",
-        )
+def host_bytes(spec: ModelSpec) -> int:
+    """Peak memory of the host where a device computes."""
+    sizes = _Sizes(spec, 0)
+    # a table in fp32 beside the file's and its codes; of a layer the codes and the planes of two
+    return RUNTIME_BYTES + DEVICE_RUNTIME_BYTES + max(sizes.head * 9, sizes.layer * 6)
+
+
+def device_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
+    """Peak memory of a device: one layer or the head, its Hessians, the calibration's states."""
+    sizes = _Sizes(spec, calibration_tokens)
+    rotation = spec.hidden_size**2 * 8 * 2
+    chunk = min(sizes.largest, DEVICE_VALUES)
+    factor = sizes.inputs**2 * 30  # H fp32, A, L and a copy of either fp64, pull and coupling fp32
+    solver = sizes.inputs**2 * 12 + chunk * SOLVER_BYTES
+    fuse = sizes.layer * 8 + sizes.largest * 8 + rotation  # source and fused, and what is joined
+    nest = sizes.layer * 6 + sizes.hessians + max(factor, solver, sizes.largest * 8)
+    views = sizes.layer * 10 + sizes.largest * 20 + sizes.window  # fused, codes, a view that runs
+    table = sizes.head * 12 + rotation + max(factor, solver)
+    return int(1.1 * (SCRATCH_BYTES + sizes.states + max(fuse, nest, views, table)))
+
+
+class _Sizes:
+    """Weights of a layer, of its largest matrix and of the head; bytes of what is seen of text."""
+
+    def __init__(self, spec: ModelSpec, calibration_tokens: int) -> None:
+        shapes = linear_shapes(spec)
+        layer = [shapes[f"layers.0.{n}"] for n in ("qkv", "o", "gate_up", "down")]
+        self.layer = sum(math.prod(shape) for shape in layer)
+        self.largest = max(math.prod(shape) for shape in layer)
+        self.head = math.prod(shapes["head"])
+        self.inputs = max(k for _, k in shapes.values())
+        self.hessians = sum(k * k for _, k in layer) * 8
+        self.states = (calibration_tokens + 8192) * spec.hidden_size * 4
+        heads = spec.num_heads * WINDOW * WINDOW * 64  # attention of one window, in fp32 and fp64
+        self.window = heads + WINDOW * max(n + k for n, k in layer) * 16
+
+
+def check_memory(spec: ModelSpec, calibration_tokens: int, room: Room) -> None:
+    """Refuse a conversion that memory cannot hold. Raises BudgetError with the numbers."""
+    if room.device_bytes is None and not room.shared:
+        parts = [("memory", conversion_bytes(spec, calibration_tokens), room.host_bytes)]
+    else:
+        host, device = host_bytes(spec), device_bytes(spec, calibration_tokens)
+        parts = [("memory", host, room.host_bytes), ("GPU memory", device, room.device_bytes)]
+        if room.shared:
+            parts = [("memory shared with the GPU", host + device, room.host_bytes)]
+    for what, need, free in parts:
+        if free is not None and need > free:
+            raise BudgetError(
+                f"{what}: conversion needs about {need / 2**30:.1f} GiB, "
+                f"{free / 2**30:.1f} GiB are available",
+                "lower --calib-tokens, close other programs, or convert on a larger machine",
+            )
 
 
 def check_disk(spec: ModelSpec, group_size: int, rotation: str, out: Path) -> None:

@@ -21,13 +21,15 @@ class NestedCache:
     """base, refine: uint8 [L, 2, T, Hkv, D/2], byte i packs dims (i, i + D/2), low nibble first,
     base as two's complement, refinement + 8. scale: fp16 [L, 2, T, Hkv]. T is whole blocks."""
 
-    def __init__(self, geometry: Geometry, capacity: int) -> None:
+    def __init__(
+        self, geometry: Geometry, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
         g = geometry
         self.capacity = capacity
         shape = (g.num_layers, 2, padded(capacity, KV_BLOCK), g.num_kv_heads)
-        self.base = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8)
-        self.refine = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8)
-        self.scale = torch.zeros(*shape, dtype=torch.float16)
+        self.base = torch.zeros(*shape, g.head_dim // 2, dtype=torch.uint8, device=device)
+        self.refine = torch.zeros_like(self.base)
+        self.scale = torch.zeros(*shape, dtype=torch.float16, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -65,10 +67,13 @@ class NestedCache:
 class PlainCache:
     """The simplest correct cache, fp32 and unquantised: for the `fp` view and as a test double."""
 
-    def __init__(self, geometry: Geometry, capacity: int) -> None:
+    def __init__(
+        self, geometry: Geometry, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
         g = geometry
         self.capacity = capacity
-        self.kv = torch.zeros(g.num_layers, 2, capacity, g.num_kv_heads, g.head_dim)
+        shape = (g.num_layers, 2, capacity, g.num_kv_heads, g.head_dim)
+        self.kv = torch.zeros(shape, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -61,7 +61,7 @@ class FloatBackend:
 
     def new_cache(self, capacity: int) -> PlainCache:
         """Allocate an fp32 cache."""
-        return PlainCache(self.geometry, capacity)
+        return PlainCache(self.geometry, capacity, self.weights.cos.device)
 
     @torch.inference_mode()
     def run(self, program: ops.Program, batch: ops.Batch, cache: PlainCache) -> TorchLogits | None:
@@ -99,7 +99,7 @@ class FloatBackend:
         self, op: ops.RopeKv, reg: dict[str, Any], batch: ops.Batch, cache: PlainCache
     ) -> Tensor:
         g = self.geometry
-        positions = torch.from_numpy(batch.positions)
+        positions = torch.from_numpy(batch.positions).to(reg[op.qkv].device)
         heads = reg[op.qkv].unflatten(-1, (g.num_heads + 2 * g.num_kv_heads, g.head_dim))
         q, k, v = heads.split([g.num_heads, g.num_kv_heads, g.num_kv_heads], 1)
         if op.qk_norm:
@@ -115,11 +115,11 @@ class FloatBackend:
         self, op: ops.Attention, reg: dict[str, Any], batch: ops.Batch, cache: PlainCache
     ) -> Tensor:
         q: Tensor = reg[op.q]
-        positions = torch.from_numpy(batch.positions)
-        length = int(positions.max()) + 1
+        positions = torch.from_numpy(batch.positions).to(q.device)
+        length = int(batch.positions.max()) + 1
         group = self.geometry.num_heads // self.geometry.num_kv_heads
         k, v = cache.kv[op.layer, :, :length].repeat_interleave(group, 2)
-        visible = torch.arange(length) <= positions[:, None]
+        visible = torch.arange(length, device=q.device) <= positions[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],

@@ -46,7 +46,7 @@ class ExactLinear:
         """x: int8 codes as fp32 [M, Kp] -> exact integers fp64 [M, N]."""
         groups, G, N = self.codes.shape
         if x.shape[0] > WIDE_ROWS:
-            wide = (self.codes.double() * self.mult).view(groups * G, N)
+            wide = self.codes.double().mul_(self.mult).view(groups * G, N)
             return x.double() @ wide
         dots = torch.bmm(x.view(-1, groups, G).transpose(0, 1), self.codes)
         total = dots[0].double() * self.mult[0]

@@ -1,4 +1,4 @@
-"""The reference backend: the ops of `kernels/ops.py` in plain torch on the CPU, the definition.
+"""The reference backend: the ops of `kernels/ops.py` in plain torch, the definition.
 
 Invariant: no result depends on the number of rows, on chunking or on the order in which torch
 adds. What it does not do: be fast on models beyond a few hundred million weights (each view is
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from edge_runtime.errors import NumericError
@@ -74,19 +75,30 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(
-        self, weights: ops.ModelWeights, geometry: ops.Geometry, threads: int | None = None
+        self,
+        weights: ops.ModelWeights,
+        geometry: ops.Geometry,
+        threads: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """threads: for all of torch in this process; None keeps its choice."""
+        """threads: for all of torch in this process; None keeps its choice.
+
+        device: of everything; conversion runs single layers on a GPU, without promising bits there.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self.weights = weights
         self.geometry = geometry
         self._linears: dict[tuple[str, str], ExactLinear] = {}
-        self._embedding = torch.from_numpy(weights.embedding.copy())
-        self._embedding_scale = torch.from_numpy(weights.embedding_scale.copy())
-        self._cos = torch.from_numpy(weights.cos.copy())
-        self._sin = torch.from_numpy(weights.sin.copy())
-        self._head_norms = {n: torch.from_numpy(w.copy()) for n, w in weights.head_norms.items()}
+        self._device = device
+
+        def brought(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array.copy()).to(device)
+
+        self._embedding = brought(weights.embedding)
+        self._embedding_scale = brought(weights.embedding_scale)
+        self._cos, self._sin = brought(weights.cos), brought(weights.sin)
+        self._head_norms = {n: brought(w) for n, w in weights.head_norms.items()}
         self._softmax_scale = float(np.float32(1.0) / np.sqrt(np.float32(geometry.head_dim)))
         self._run: dict[type, Callable[[Any, dict[str, Any], ops.Batch, NestedCache], None]] = {
             ops.Embed: self._embed,
@@ -112,7 +124,7 @@ class ReferenceBackend:
 
     def new_cache(self, capacity: int) -> NestedCache:
         """Allocate a nested cache."""
-        return NestedCache(self.geometry, capacity)
+        return NestedCache(self.geometry, capacity, self._device)
 
     @torch.inference_mode()
     def run(self, program: ops.Program, batch: ops.Batch, cache: NestedCache) -> TorchLogits | None:
@@ -206,7 +218,7 @@ class ReferenceBackend:
     def _rope_kv(
         self, op: ops.RopeKv, reg: dict[str, Any], batch: ops.Batch, cache: NestedCache
     ) -> None:
-        positions = torch.from_numpy(batch.positions)
+        positions = torch.from_numpy(batch.positions).to(self._device)
         q, k, v = self.rotated_qkv(op, reg[op.qkv], positions)
         cache.write(op.layer, 0, positions, numeric.kv_nest(k))
         cache.write(op.layer, 1, positions, numeric.kv_nest(v))
@@ -216,14 +228,14 @@ class ReferenceBackend:
         self, op: ops.Attention, reg: dict[str, Any], batch: ops.Batch, cache: NestedCache
     ) -> None:
         q: Tensor = reg[op.q]
-        positions = torch.from_numpy(batch.positions)
-        length = padded(int(positions.max()) + 1, KV_BLOCK)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        length = padded(int(batch.positions.max()) + 1, KV_BLOCK)
         k_high, k_low, k_scale = cache.read(op.layer, 0, length)
         v_high, v_low, v_scale = cache.read(op.layer, 1, length)
         out = torch.empty_like(q)
-        token = torch.arange(length)
+        token = torch.arange(length, device=self._device)
         for full_from in np.unique(batch.full_from):
-            rows = torch.from_numpy(np.flatnonzero(batch.full_from == full_from))
+            rows = torch.from_numpy(np.flatnonzero(batch.full_from == full_from)).to(self._device)
             full = (token >= int(full_from)).float()[:, None, None]
             out[rows] = attend(
                 q[rows],
@@ -267,7 +279,7 @@ def attend(
     scale = (scale * softmax_scale).view(M, Hkv, group).transpose(0, 1)[..., None]
     dots = torch.bmm(codes, k.permute(1, 2, 0)).view(Hkv, M, group, T)  # exact: below 2^24
     s = (dots * scale) * ks.T[:, None, None]
-    hidden = torch.arange(T) > positions[:, None]
+    hidden = torch.arange(T, device=q.device) > positions[:, None]
     hidden = hidden[None, :, None]
     s = s.masked_fill(hidden, -torch.inf).unflatten(-1, (blocks, KV_BLOCK))
     block_max = s.amax(-1)  # [Hkv, M, group, blocks], -inf past the row's own block
@@ -285,8 +297,8 @@ def attend(
     step = (peak / 32767.0).permute(0, 3, 1, 2)[..., None]
     block_out = sums.view(Hkv, blocks, M, group, D) * step
     weight = numeric.exp_nonpositive(block_max - block_max.amax(-1, keepdim=True))
-    out = torch.zeros(Hkv, M, group, D)
-    total = torch.zeros(Hkv, M, group)
+    out = torch.zeros(Hkv, M, group, D, device=q.device)
+    total = torch.zeros(Hkv, M, group, device=q.device)
     for b in range(blocks):
         c = weight[..., b]
         out = out + block_out[:, b] * c[..., None]

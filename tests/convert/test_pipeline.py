@@ -13,7 +13,7 @@ import tiny_checkpoints
 import tiny_models
 import torch
 
-from edge_runtime.convert import resources
+from edge_runtime.convert import device, resources
 from edge_runtime.convert.calibrate import WINDOW
 from edge_runtime.convert.hadamard import Rotation
 from edge_runtime.convert.nest import Nested
@@ -264,8 +264,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    little = SimpleNamespace(available=300 << 20)
-    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(device.machine, "available_bytes", lambda: 300 << 20)
     with pytest.raises(BudgetError, match=r"memory: .* 0\.3 GiB are available"):
         conversion(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()

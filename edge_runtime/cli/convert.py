@@ -285,6 +285,8 @@ def report_document(done: Converted, out: Path) -> dict[str, object]:
     """Return the fields that `--json` promises."""
     import msgspec
 
+    from edge_runtime.plan.verdict import verdict
+
     m = done.manifest
     return {
         "out_dir": str(out),
@@ -294,6 +296,7 @@ def report_document(done: Converted, out: Path) -> dict[str, object]:
         "group_size": m.group_size,
         "clipped_share": m.clipped_share,
         "agreement": msgspec.to_builtins(m.agreement),
+        "verdict": msgspec.to_builtins(verdict(m)),
         "synthetic": m.synthetic is not None,
     }
 
@@ -301,6 +304,7 @@ def report_document(done: Converted, out: Path) -> dict[str, object]:
 def report_lines(done: Converted, out: Path) -> list[str]:
     """Return the report for people."""
     from edge_runtime.cli.progress import seconds_text
+    from edge_runtime.plan.verdict import verdict
 
     m = done.manifest
     lines = [
@@ -319,4 +323,6 @@ def report_lines(done: Converted, out: Path) -> list[str]:
             f"  draft and original   {a.draft_original:.3f}   quality of --view w4",
             f"  plain 8-bit rounding {a.w8_rtn_original:.3f}   what the target is measured against",
         ]
+    if (found := verdict(m)) is not None:
+        lines.append(found.text)
     return lines

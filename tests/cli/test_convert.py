@@ -46,6 +46,7 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
         "group_size",
         "clipped_share",
         "agreement",
+        "verdict",
         "synthetic",
     }
     assert document["synthetic"] is False
@@ -60,6 +61,8 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
     assert document["bytes"] == sum(p.stat().st_size for p in out_dir.iterdir())
     assert "of disk and about" in err
     assert f"{document['agreement']['target_original']:.3f}" in err
+    assert set(document["verdict"]) == {"view", "speedup", "gamma", "text"}
+    assert document["verdict"]["text"] in err.splitlines()[-1]
     code, out, err = call("convert", tiny_source, "-o", out_dir, *calibration)
     assert (code, out) == (2, "")
     assert "already exists" in err

@@ -38,8 +38,8 @@ def test_the_document_and_the_report(call, config: Path, tmp_path: Path) -> None
     assert document.pop("seconds") > 0
     assert document.pop("peak_rss_bytes") > 0
     assert document == {
-        "out_dir": str(out_dir), "group_size": 64, "agreement": None, "synthetic": True,
-        "shape": "tiny-sizes",
+        "out_dir": str(out_dir), "group_size": 64, "agreement": None, "verdict": None,
+        "synthetic": True, "shape": "tiny-sizes",
     }  # fmt: skip
     assert "no model" in err
     assert "GB of disk" in err

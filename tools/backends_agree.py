@@ -45,7 +45,7 @@ def play(engine: Engine, ids: list[int]) -> list[np.ndarray[Any, Any]]:
         found.append(forward("w4", [ids[i]], n + i, engine.cache, policy=KV4).numpy())
     found.append(forward("w8", ids[:5], n, engine.cache, policy=KV8, num_logits=5).numpy())
     planes = engine.cache.planes(n + 5)
-    return found + [planes[name] for name in ("base", "refine", "scale")]
+    return found + [np.ascontiguousarray(planes[n]) for n in ("base", "refine", "scale")]
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from edge_runtime.kernels.cuda.numeric import (
     quantiser,
     silu_mul,
 )
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 
 
 @triton.jit

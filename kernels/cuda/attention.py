@@ -30,7 +30,8 @@ from edge_runtime.kernels.layout import KV_BLOCK, padded
 weigh_blocks = Kernel("attention_kernels", "weigh_blocks", plain=(9, 10))
 add_values = Kernel("attention_values_kernels", "add_values", plain=(7, 8))
 attend_split = Kernel("attention_split_kernels", "attend_split", plain=(11, 12), pdl=True)
-combine = Kernel("combine_kernels", "combine", plain=(4,), pdl=True)
+# not early: its programs would take the place of those that it waits for (2 % of a draft step)
+combine = Kernel("combine_kernels", "combine", plain=(4,))
 attend_rows = Kernel("prefill_attention_kernels", "attend_rows", plain=(10, 11))
 
 

@@ -23,7 +23,7 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     _softmax_block,
     _unpack,
 )
-from edge_runtime.kernels.cuda.overlap import wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import wait_for_launch
 
 
 @triton.jit

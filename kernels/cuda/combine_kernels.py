@@ -12,7 +12,6 @@ import triton.language as tl
 from edge_runtime.kernels.cuda import floats
 from edge_runtime.kernels.cuda.attention_kernels import BLOCK
 from edge_runtime.kernels.cuda.floats import exp_nonpositive
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
 
 
 @triton.jit
@@ -41,11 +40,8 @@ def combine(
     CHUNK: tl.constexpr,  # blocks of a step of the maximum
     WIDTH: tl.constexpr,  # blocks of a step of the sum
     STAGES: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     """32 dims of one query vector: (Σ ob·c) / (Σ lb·c), c = exp(mb - max mb); one warp."""
-    start_next_launch(PDL)
-    wait_for_launch(PDL)
     vector = tl.program_id(0)
     blocks = tl.load(position_ptr + vector // heads) // BLOCK + 1
     stat_ptr += vector * (4 * max_blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 from edge_runtime.kernels.cuda.sizes import REPORT_HEADER
 
 LENGTH, COUNT = tl.constexpr(0), tl.constexpr(1)  # of the state: tokens known, cycles done

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda.numeric import NOT_A_NUMBER
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda.numeric import INFINITE, MAGNITUDE, peak_bits
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 
 LOWEST = tl.constexpr(-(2**63))  # below every key
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from edge_runtime.kernels.cuda import floats
 from edge_runtime.kernels.cuda.floats import halving_sum
 from edge_runtime.kernels.cuda.numeric import round_even
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 
 BLOCK = tl.constexpr(64)
 HALF_MAX = tl.constexpr(65504.0)

@@ -87,7 +87,8 @@ class Kernel:
 
     plain: places of the integers of which nothing is to be known (the function's own
     `do_not_specialize`): numbers of rows, so that one code serves all, and what only costs
-    registers when it is known. pdl: it may start before the launch before it ends (`overlap.py`).
+    registers when it is known. pdl: it may start before the launch before it has ended
+    (`overlap_kernels.py`).
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.cuda.overlap import start_next_launch, wait_for_launch
+from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
 
 

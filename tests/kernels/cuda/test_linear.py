@@ -164,7 +164,7 @@ def test_the_residual_may_be_the_output(device: str) -> None:
     x = torch.randn(3, 19)
     want = ExactLinear.from_weights(w, "w8")(codes.float(), scale) + x
     on, stream = codes.to(device), x.clone().to(device)
-    weight = cuda.DeviceLinear.from_weights(w, device)
+    weight = cuda.DeviceLinear.from_weights(w, device, dot4=True)
     cuda.linear(
         on, scale.to(device), cuda.group_sums(on, 64), weight, "w8", out=stream, residual=stream
     )

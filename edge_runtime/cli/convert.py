@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import importlib.util
 import logging
+import resource
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,9 @@ class Converted:
     seconds: float
     peak_rss_bytes: int
     num_bytes: int
+    backend: str = "cpu"
+    device_peak_bytes: int | None = None  # of the GPU
+    layer_seconds: float | None = None  # the median; None where no layer was left to do
 
 
 def parse_bound(text: str) -> float | None:
@@ -123,10 +128,10 @@ def parse_bound(text: str) -> float | None:
 )
 @click.option(
     "--backend",
-    type=click.Choice(["auto", "reference"]),
+    type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="What computes; this version has torch on the CPU only.",
+    help="What computes; auto: a GPU that torch can use and that has the memory, else the CPU.",
 )
 @click.option(
     "--synthetic",
@@ -176,7 +181,7 @@ def command(
     )
     folder = user_path(out)
     refuse_taken(folder)
-    done = convert_model(source_path(src), folder, options)
+    done = convert_model(source_path(src), folder, options, backend)
     for line in report_lines(done, folder):
         log.info("%s", line)
     if as_json:
@@ -191,8 +196,12 @@ def require_torch(what: str) -> None:
         raise BackendUnavailable(f"{what} needs torch, which is not installed", TORCH_HINT)
 
 
-def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
-    """Convert with progress on stderr. Raises what `open_source` and `Conversion` raise."""
+def convert_model(
+    path: Path, out: Path, options: ConvertOptions, backend: str = "auto"
+) -> Converted:
+    """Convert with progress on stderr. Raises what `open_source` and `Conversion` raise, and
+    BackendUnavailable."""
+    from edge_runtime.convert import device as devices
     from edge_runtime.convert.calibrate import calibration_documents
     from edge_runtime.convert.pipeline import Conversion
     from edge_runtime.convert.source import open_source
@@ -205,30 +214,39 @@ def convert_model(path: Path, out: Path, options: ConvertOptions) -> Converted:
     try:
         for warning in source.warnings:
             log.warning("%s", warning)
-        _announce(source, path, out, options)
+        device, why = devices.choose(backend, source.spec, options.calibration_tokens)
+        _announce(source, path, out, options, device.type)
+        log.info("backend %s: %s", device.type, why)
+        layers: list[float] = []
 
         def work(progress: Progress) -> Manifest:
-            return Conversion(source, out, options, progress).run()
+            conversion = Conversion(source, out, options, progress, device)
+            manifest = conversion.run()
+            layers.extend(conversion.layer_seconds)
+            return manifest
 
         manifest = run_work(work, out)
     finally:
         source.close()
-    return measured(manifest, out, started)
+    return replace(
+        measured(manifest, out, started),
+        backend=device.type,
+        device_peak_bytes=devices.peak_bytes(device),
+        layer_seconds=statistics.median(layers) if layers else None,
+    )
 
 
 def measured(manifest: Manifest, out: Path, started: float) -> Converted:
     """Return a conversion that began at `started` (`time.perf_counter`) with what it cost."""
-    from edge_runtime.decode.memory import peak_rss_bytes
-
     return Converted(
         manifest=manifest,
         seconds=time.perf_counter() - started,
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         num_bytes=sum(p.stat().st_size for p in out.iterdir() if p.is_file()),
     )
 
 
-def _announce(source: Source, path: Path, out: Path, options: ConvertOptions) -> None:
+def _announce(source: Source, path: Path, out: Path, options: ConvertOptions, backend: str) -> None:
     from edge_runtime.convert import resources
     from edge_runtime.plan.footprint import usual_group_size
 
@@ -237,14 +255,21 @@ def _announce(source: Source, path: Path, out: Path, options: ConvertOptions) ->
     kind = "none" if options.rotate == "none" else "orthogonal"  # the larger of the rotations
     disk = resources.checkpoint_bytes(spec, G, kind)
     memory = resources.conversion_bytes(spec, options.calibration_tokens)
+    of_gpu = ""
+    if backend == "cuda":
+        memory = resources.host_bytes(spec)
+        device = resources.device_bytes(spec, options.calibration_tokens)
+        of_gpu = f", and {device / 2**30:.1f} GiB of the GPU's"
     log.info(
-        "Converting %s (%s, %d layers) to %s: needs %.2f GB of disk and about %.1f GiB of memory.",
+        "Converting %s (%s, %d layers) to %s: needs %.2f GB of disk and about %.1f GiB of "
+        "memory%s.",
         path.name,
         spec.architecture,
         spec.num_layers,
         out,
         disk / 1e9,
         memory / 2**30,
+        of_gpu,
     )
 
 
@@ -292,7 +317,10 @@ def report_document(done: Converted, out: Path) -> dict[str, object]:
         "out_dir": str(out),
         "bytes": done.num_bytes,
         "seconds": round(done.seconds, 3),
+        "seconds_per_layer": done.layer_seconds and round(done.layer_seconds, 3),
+        "backend": done.backend,
         "peak_rss_bytes": done.peak_rss_bytes,
+        "device_peak_bytes": done.device_peak_bytes,
         "group_size": m.group_size,
         "clipped_share": m.clipped_share,
         "agreement": msgspec.to_builtins(m.agreement),
@@ -307,9 +335,11 @@ def report_lines(done: Converted, out: Path) -> list[str]:
     from edge_runtime.plan.verdict import verdict
 
     m = done.manifest
+    of_gpu = done.device_peak_bytes
+    gpu = "" if of_gpu is None else f" and {of_gpu / 2**30:.2f} GiB of the GPU's"
     lines = [
         f"{out}: {done.num_bytes / 1e6:.0f} MB in {seconds_text(done.seconds)}, peak memory "
-        f"{done.peak_rss_bytes / 2**30:.2f} GiB, group size {m.group_size}",
+        f"{done.peak_rss_bytes / 2**30:.2f} GiB{gpu}, group size {m.group_size}",
         f"clipped weights: {m.clipped_share:.1%} (8-bit codes that the refinement of their base "
         "code could not reach)",
     ]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IN_VAIN = ("base", "refine", "bound", "calib", "calib_tokens")  # options about weights that exist
+# options about weights that exist, and about a device: random bits are numpy's
+IN_VAIN = ("base", "refine", "bound", "calib", "calib_tokens", "backend")
 
 
 def run(name: str, out: Path, as_json: bool) -> None:
@@ -56,7 +57,8 @@ def run(name: str, out: Path, as_json: bool) -> None:
     )
     if as_json:
         document = convert.report_document(done, out)
-        del document["clipped_share"]  # of what weights there were
+        for name in ("clipped_share", "seconds_per_layer", "backend", "device_peak_bytes"):
+            del document[name]  # of weights that were solved
         print_document(document | {"shape": subject.name})
 
 

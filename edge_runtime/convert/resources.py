@@ -83,8 +83,9 @@ class _Sizes:
         self.inputs = max(k for _, k in shapes.values())
         self.hessians = sum(k * k for _, k in layer) * 8
         self.states = (calibration_tokens + 8192) * spec.hidden_size * 4
-        heads = spec.num_heads * WINDOW * WINDOW * 64  # attention of one window, in fp32 and fp64
-        self.window = heads + WINDOW * max(n + k for n, k in layer) * 16
+        window = min(WINDOW, spec.max_position)
+        heads = spec.num_heads * window * window * 64  # attention of one window, in fp32 and fp64
+        self.window = heads + window * max(n + k for n, k in layer) * 16
 
 
 def check_memory(spec: ModelSpec, calibration_tokens: int, room: Room) -> None:

@@ -42,7 +42,10 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
         "out_dir",
         "bytes",
         "seconds",
+        "seconds_per_layer",
+        "backend",
         "peak_rss_bytes",
+        "device_peak_bytes",
         "group_size",
         "clipped_share",
         "agreement",
@@ -50,6 +53,9 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
         "synthetic",
     }
     assert document["synthetic"] is False
+    assert document["seconds_per_layer"] > 0
+    assert (document["device_peak_bytes"] is None) == (document["backend"] == "cpu")
+    assert f"backend {document['backend']}: " in err
     assert set(document["agreement"]) == {
         "target_original",
         "draft_target",
@@ -101,7 +107,7 @@ def test_ctrl_c_and_on_again(
         (["--bound", "inf"], 2, "--bound"),
         (["--calib", "/no/such/file"], 5, "calibration file not found"),
         (["--calib-tokens", "100"], 2, "--calib-tokens"),
-        (["--backend", "cuda"], 2, "--backend"),
+        (["--backend", "reference"], 2, "--backend"),
     ],
 )
 def test_exit_codes(call, tiny_source, tmp_path, args, code, reason) -> None:

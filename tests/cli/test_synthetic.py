@@ -59,6 +59,7 @@ def test_the_document_and_the_report(call, config: Path, tmp_path: Path) -> None
         (["./nothing.json"], 5, "does not exist"),
         (["llama-2-7b", "--bound", "0.5"], 2, "--bound has no effect with --synthetic"),
         (["llama-2-7b", "--calib-tokens", "512"], 2, "--calib-tokens has no effect"),
+        (["llama-2-7b", "--backend", "cuda"], 2, "--backend has no effect"),
     ],
 )
 def test_what_is_refused(call, tmp_path: Path, args: list[str], code: int, reason: str) -> None:

@@ -28,6 +28,14 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path("bitnest-edge", appauthor=False)
 
 
+def state_dir() -> Path:
+    """Folder for what should outlast a run and cannot be made again: the chat's input history.
+
+    The folder is not created here.
+    """
+    return platformdirs.user_state_path("bitnest-edge", appauthor=False)
+
+
 def usable(path: str | os.PathLike[str]) -> Path:
     """Return a path that a user gave. Raises UsageError for what can be none."""
     text = os.fspath(path)

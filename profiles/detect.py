@@ -94,9 +94,9 @@ def detect(root: Path = Path("/")) -> Board:
         gpu=_gpu_clock(root),
         emc=_emc_clock(root),
         cpu=_cpu_clock(root),
-        temperatures_c=_temperatures(root),
-        throttling=_throttling(root),
-        over_current=_over_current(root),
+        temperatures_c=temperatures_c(root),
+        throttling=throttling(root),
+        over_current=over_current(root),
     )
 
 
@@ -246,7 +246,7 @@ def _cpu_clock(root: Path) -> Clock:
     return Clock(now_mhz=now, min_mhz=low, max_mhz=high)
 
 
-def _temperatures(root: Path) -> dict[str, float] | None:
+def temperatures_c(root: Path) -> dict[str, float] | None:
     """Return degrees by sensor, without those that are off and the PMIC's constant."""
     found = {}
     for zone in entries(root / "sys/class/thermal", lambda n: n.startswith("thermal_zone")):
@@ -256,7 +256,7 @@ def _temperatures(root: Path) -> dict[str, float] | None:
     return found or None
 
 
-def _throttling(root: Path) -> tuple[str, ...] | None:
+def throttling(root: Path) -> tuple[str, ...] | None:
     """Return the alerts in force. Fans, cpufreq and hot-surface-alert take no speed away."""
     states = {}
     for device in entries(root / "sys/class/thermal", lambda n: n.startswith("cooling_device")):
@@ -266,7 +266,8 @@ def _throttling(root: Path) -> tuple[str, ...] | None:
     return tuple(name for name, state in states.items() if state > 0) if states else None
 
 
-def _over_current(root: Path) -> dict[str, int] | None:
+def over_current(root: Path) -> dict[str, int] | None:
+    """Return events of the hardware's power guards since boot; None where they are not counted."""
     for folder in entries(root / "sys/class/hwmon"):
         if read(folder / "name") == "soctherm_oc":
             counts = {f"oc{i}": read_number(folder / f"oc{i}_event_cnt") for i in (1, 2, 3)}

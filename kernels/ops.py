@@ -222,12 +222,12 @@ class Cache(Protocol):
         """Bytes that are allocated."""
         ...
 
-    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+    def planes(self, length: int, layer: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the first `length` tokens: base, refine uint8 [L, 2, T, Hkv, D/2] and
-        scale fp16 [L, 2, T, Hkv]; axis 1 is K, V."""
+        scale fp16 [L, 2, T, Hkv]; axis 1 is K, V. Of one layer if given: L is 1."""
         ...
 
-    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, planes: dict[str, npt.NDArray[Any]], layer: int | None = None) -> None:
         """Overwrite the first tokens with planes of the same shapes."""
         ...
 

@@ -46,28 +46,32 @@ class CpuCache:
         """Bytes that are allocated."""
         return int(self._lib.edge_cache_bytes(self.handle))
 
-    def planes(self, length: int) -> Arrays:
+    def planes(self, length: int, layer: int | None = None) -> Arrays:
         """Return the first tokens in the canonical order (`kernels.ops.Cache`)."""
         g = self._backend.geometry
-        shape = (g.num_layers, 2, length, g.num_kv_heads)
+        shape = (g.num_layers if layer is None else 1, 2, length, g.num_kv_heads)
         found: Arrays = {
             "base": np.empty((*shape, g.head_dim // 2), np.uint8),
             "refine": np.empty((*shape, g.head_dim // 2), np.uint8),
             "scale": np.empty(shape, np.float16),
         }
-        self._copy(found, length, store=False)
+        self._copy(found, layer, store=False)
         return found
 
-    def load(self, planes: Arrays) -> None:
+    def load(self, planes: Arrays, layer: int | None = None) -> None:
         """Overwrite the first tokens."""
-        arrays = {n: np.ascontiguousarray(a) for n, a in planes.items()}
-        self._copy(arrays, arrays["scale"].shape[2], store=True)
+        self._copy({n: np.ascontiguousarray(a) for n, a in planes.items()}, layer, store=True)
 
-    def _copy(self, arrays: Arrays, length: int, *, store: bool) -> None:
+    def _copy(self, arrays: Arrays, layer: int | None, *, store: bool) -> None:
+        layers, _, length, _ = arrays["scale"].shape
         assert 0 <= length <= self.capacity, (length, self.capacity)
+        first = layer or 0
+        assert first + layers <= self._backend.geometry.num_layers, (layer, layers)
         self._lib.edge_cache_copy(
             self._backend.model,
             self.handle,
+            first,
+            first + layers,
             length,
             int(store),
             *(arrays[n].ctypes.data for n in ("base", "refine", "scale")),

@@ -102,7 +102,7 @@ class SampleArgs(Structure):
 
 ABI = (
     (  # edge_abi
-        (sizeof(Op) * 1000 + sizeof(Batch)) * 1000 + sizeof(SampleArgs)
+        ((2 * 1000 + sizeof(Op)) * 1000 + sizeof(Batch)) * 1000 + sizeof(SampleArgs)
     )
     * 1000
     + sizeof(LinearArgs)
@@ -135,7 +135,7 @@ SIGNATURES = {
     "edge_cache_bytes": (c_int64, (c_void_p,)),
     "edge_cache_copy": (
         None,
-        (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p),
+        (c_void_p, c_void_p, *(c_int32,) * 4, c_void_p, c_void_p, c_void_p),
     ),
 }
 

@@ -73,20 +73,22 @@ class NestedCache:
             self.scale[index, 1],
         )
 
-    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+    def planes(self, length: int, layer: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the first `length` tokens in canonical order (`ops.Cache`)."""
+        L = slice(None) if layer is None else slice(layer, layer + 1)
         parts = {
-            "base": _canonical(self.key_base, self.value_base, length),
-            "refine": _canonical(self.key_refine, self.value_refine, length),
-            "scale": self.scale[..., :length].transpose(2, 3),
+            "base": _canonical(self.key_base[L], self.value_base[L], length),
+            "refine": _canonical(self.key_refine[L], self.value_refine[L], length),
+            "scale": self.scale[L, ..., :length].transpose(2, 3),
         }
         return {name: np.array(part.cpu().numpy()) for name, part in parts.items()}
 
-    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, planes: dict[str, npt.NDArray[Any]], layer: int | None = None) -> None:
         """Overwrite the first tokens with canonical planes; later tokens stay."""
+        L = slice(None) if layer is None else slice(layer, layer + 1)
         for name, keys, values in (
-            ("base", self.key_base, self.value_base),
-            ("refine", self.key_refine, self.value_refine),
+            ("base", self.key_base[L], self.value_base[L]),
+            ("refine", self.key_refine[L], self.value_refine[L]),
         ):
             part = torch.from_numpy(np.array(planes[name])).to(keys.device)
             length = part.shape[2]
@@ -99,7 +101,7 @@ class NestedCache:
             if length > whole:
                 values[:, :, whole // KV_BLOCK, :, : length - whole] = new[..., whole:]
         scale = torch.from_numpy(np.array(planes["scale"])).to(self.scale.device)
-        self.scale[..., : scale.shape[2]] = scale.transpose(2, 3)
+        self.scale[L, ..., : scale.shape[2]] = scale.transpose(2, 3)
 
 
 def _canonical(keys: Tensor, values: Tensor, length: int) -> Tensor:

@@ -53,16 +53,18 @@ class HalfCache(Buckets):
         """Bytes of keys and values."""
         return self.key.nbytes + self.value.nbytes
 
-    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+    def planes(self, length: int, layer: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return a copy of the first `length` tokens: fp32 [L, 2, T, Hkv, D]."""
-        both = torch.stack((self.key[:, :, :length], self.value[:, :, :length]), 1)
+        L = slice(None) if layer is None else slice(layer, layer + 1)
+        both = torch.stack((self.key[L, :, :length], self.value[L, :, :length]), 1)
         return {"kv": np.array(both.transpose(2, 3).float().cpu().numpy())}
 
-    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, planes: dict[str, npt.NDArray[Any]], layer: int | None = None) -> None:
         """Overwrite the first tokens."""
+        L = slice(None) if layer is None else slice(layer, layer + 1)
         part = torch.from_numpy(np.array(planes["kv"])).transpose(2, 3)
         length = part.shape[3]
-        self.key[:, :, :length], self.value[:, :, :length] = part[:, 0], part[:, 1]
+        self.key[L, :, :length], self.value[L, :, :length] = part[:, 0], part[:, 1]
 
 
 def rope_kv(

@@ -53,15 +53,17 @@ class NestedCache:
         low = torch.cat((r & 15, r >> 4), -1)
         return high.float(), low.float() - 8.0, self.scale[layer, kind, :length].float()
 
-    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+    def planes(self, length: int, layer: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the first `length` tokens of every plane."""
+        L = layers(layer)
         parts = {"base": self.base, "refine": self.refine, "scale": self.scale}
-        return {name: np.array(t[:, :, :length].numpy()) for name, t in parts.items()}
+        return {name: np.array(t[L, :, :length].numpy()) for name, t in parts.items()}
 
-    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, planes: dict[str, npt.NDArray[Any]], layer: int | None = None) -> None:
         """Overwrite the first tokens."""
         for name, part in planes.items():
-            getattr(self, name)[:, :, : part.shape[2]] = torch.from_numpy(np.array(part))
+            plane = getattr(self, name)[layers(layer)]
+            plane[:, :, : part.shape[2]] = torch.from_numpy(np.array(part))
 
 
 class PlainCache:
@@ -80,14 +82,19 @@ class PlainCache:
         """Bytes that are allocated."""
         return self.kv.nbytes
 
-    def planes(self, length: int) -> dict[str, npt.NDArray[Any]]:
+    def planes(self, length: int, layer: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return a copy of the first `length` tokens."""
-        return {"kv": np.array(self.kv[:, :, :length].numpy())}
+        return {"kv": np.array(self.kv[layers(layer), :, :length].numpy())}
 
-    def load(self, planes: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, planes: dict[str, npt.NDArray[Any]], layer: int | None = None) -> None:
         """Overwrite the first tokens."""
         part = planes["kv"]
-        self.kv[:, :, : part.shape[2]] = torch.from_numpy(np.array(part))
+        self.kv[layers(layer), :, : part.shape[2]] = torch.from_numpy(np.array(part))
+
+
+def layers(layer: int | None) -> slice:
+    """Return the layers that are meant: one, or all."""
+    return slice(None) if layer is None else slice(layer, layer + 1)
 
 
 def _pack(nibbles: Tensor) -> Tensor:

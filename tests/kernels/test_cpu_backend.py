@@ -172,6 +172,12 @@ def test_a_cache_moves_between_backends(isa: str) -> None:
     third = cpu.new_cache(100)
     third.load(there.planes(67))  # a part of a block
     same_planes(third.planes(67), here.planes(67))
+    by_layer = cpu.new_cache(100)
+    for layer in range(spec.num_layers):
+        by_layer.load(here.planes(67, layer), layer)
+    same_planes(by_layer.planes(67), here.planes(67))
+    for name, part in by_layer.planes(67, 1).items():
+        assert part.tobytes() == planes[name][1:2, :, :67].tobytes()
     for view, policy in (("w8", "kv8"), ("w4", "kv4"), ("w4", "recent:64")):
         a, b = (
             Model(spec, backend).forward(view, [5, 6], 100, kv, policy=parse_policy(policy))

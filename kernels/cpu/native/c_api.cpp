@@ -87,10 +87,14 @@ struct EdgeLinear {  // mirrors library.LinearArgs
   int32_t N, K, Kp, G;
 };
 
-// sizes of the structs that library.py mirrors: an old library must not be taken for this one
+// a number for the functions, and sizes of the structs that library.py mirrors: an old library must
+// not be taken for this one
 int64_t edge_abi() {
-  return ((int64_t(sizeof(Op)) * 1000 + int64_t(sizeof(Batch))) * 1000 + int64_t(sizeof(SampleArgs))) *
-             1000 + int64_t(sizeof(EdgeLinear)) + int64_t(sizeof(Geometry));
+  constexpr int64_t kFunctions = 2;
+  return (((kFunctions * 1000 + int64_t(sizeof(Op))) * 1000 + int64_t(sizeof(Batch))) * 1000 +
+          int64_t(sizeof(SampleArgs))) *
+             1000 +
+         int64_t(sizeof(EdgeLinear)) + int64_t(sizeof(Geometry));
 }
 
 // whether the library has this instruction set and this processor can run it

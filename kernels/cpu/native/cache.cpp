@@ -91,13 +91,14 @@ void edge_cache_trim(Cache* cache, int length) { cache->trim(length); }
 
 int64_t edge_cache_bytes(const Cache* cache) { return cache->bytes; }
 
-// canonical planes: base, refine [layers][2][length][heads][D/2], scale [layers][2][length][heads]
-void edge_cache_copy(const Model* model, Cache* cache, int length, int store, uint8_t* base,
-                     uint8_t* refine, uint16_t* scale) {
+// canonical planes of layers first to last: base, refine [layers][2][length][heads][D/2],
+// scale [layers][2][length][heads]
+void edge_cache_copy(const Model* model, Cache* cache, int first, int last, int length, int store,
+                     uint8_t* base, uint8_t* refine, uint16_t* scale) {
   const Geometry& g = model->geometry;
   const int D = g.head_dim, half = D / 2;
   int64_t at = 0;  // vectors so far
-  for (int l = 0; l < g.num_layers; l++)
+  for (int l = first; l < last; l++)
     for (int kind = 0; kind < 2; kind++)
       for (int t = 0; t < length; t++)
         for (int h = 0; h < g.num_kv_heads; h++, at++) {

@@ -154,3 +154,7 @@ def test_cache_round_trip() -> None:
     for name in ("base", "refine"):
         planes[name][:, :, :70] ^= 255
         assert cache.planes(200)[name].tobytes() == planes[name].tobytes()
+    cache.load({name: plane[1:, :, :70] for name, plane in planes.items()}, 0)
+    for name, plane in planes.items():
+        assert cache.planes(200, 1)[name].tobytes() == plane[1:].tobytes()
+        assert cache.planes(70, 0)[name].tobytes() == plane[1:, :, :70].tobytes()

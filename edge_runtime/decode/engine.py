@@ -19,10 +19,13 @@ import psutil
 from edge_runtime import kernels
 from edge_runtime.cache.policy import KV8, KvPolicy, parse_policy
 from edge_runtime.decode import arguments
+from edge_runtime.decode.constraint import AllowedIds, Constraint
 from edge_runtime.decode.draft import DraftChoice, DraftSource, choose_draft
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.governor import Governor, StepTimes
-from edge_runtime.decode.memory import fit_context, peak_rss_bytes, trim_heap
+from edge_runtime.decode.load import load_model, load_tokenizer
+from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
+from edge_runtime.decode.memory import fit_context, peak_rss_bytes
 from edge_runtime.decode.pressure import MemoryWatch
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
@@ -30,9 +33,7 @@ from edge_runtime.errors import ContextError, UsageError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import TextSpec
 from edge_runtime.kernels.ops import Cycles, RunsCycles, View
-from edge_runtime.model.load import model_weights
 from edge_runtime.model.runner import DEFAULT_CHUNK, Model
-from edge_runtime.model.transformer import geometry
 from edge_runtime.plan.footprint import Layout
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
@@ -171,6 +172,8 @@ class Engine:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         allowed_ids: Sequence[int] | None = None,
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
         deadline_s: float | None = None,
         draft_source: DraftSource | None = None,
     ) -> Generation:
@@ -178,8 +181,10 @@ class Engine:
 
         prompt: text (completed as it is), chat messages, token ids, or spans of ids and embedding
         rows fp32 [n, H] in the original model's basis. max_new_tokens None: up to the context.
-        allowed_ids: the only ids that may be chosen. deadline_s: return what is there by then,
-        flagged `late`. Starting a new generation ends one that was left unfinished. Raises
+        allowed_ids: the only ids that may be chosen; constraint: a rule instead, such as a grammar.
+        logprobs: tokens carry their log-probability and so many alternatives. deadline_s: return
+        what is there by then, flagged `late`. Starting a new generation ends one that was left
+        unfinished. Raises
         UsageError, ContextError for a prompt that does not fit, and MemoryPressure while other
         processes hold the memory that was to stay free.
         """
@@ -201,7 +206,12 @@ class Engine:
         if max_new_tokens is not None:
             wanted = arguments.whole_number("max_new_tokens", max_new_tokens, 1)
         if allowed_ids is not None:
-            allowed_ids = arguments.token_ids("allowed_ids", allowed_ids, self.num_tokens)
+            if constraint is not None:
+                raise UsageError("allowed_ids and constraint: expected one of them, got both")
+            ids = arguments.token_ids("allowed_ids", allowed_ids, self.num_tokens)
+            constraint = AllowedIds(ids)
+        if logprobs is not None:
+            logprobs = arguments.whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
         if deadline_s is not None:
             deadline_s = arguments.seconds("deadline_s", deadline_s)
         arguments.draft_source(draft_source)
@@ -214,7 +224,8 @@ class Engine:
             stop=arguments.texts("stop", stop),
             continues=continues,
             ignore_eos=arguments.yes_or_no("ignore_eos", ignore_eos),
-            allowed_ids=allowed_ids,
+            constraint=constraint,
+            logprobs=logprobs,
             deadline_s=deadline_s,
             draft_source=draft_source,
         )
@@ -364,32 +375,3 @@ class Engine:
 def _use_kernels(folder: str | Path | None) -> None:
     if folder is not None:
         kernels.use_folder(arguments.folder("kernels_folder", folder), "kernels_folder")
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Read the tokenizer, before the weights: what reading it took is theirs again then."""
-    text = checkpoint.tokenizer_json()
-    tokenizer = Tokenizer.from_json(text, checkpoint.manifest.text.eos_ids)
-    del text
-    trim_heap()
-    return tokenizer
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    backend: str,
-    context: int,
-    threads: int | None,
-    layout: Layout = "nest",
-) -> Model:
-    """Bring the weights of a checkpoint to a backend that `kernels.choose_backend` has named."""
-    manifest = checkpoint.manifest
-    rotation = manifest.rotation
-    weights = model_weights(checkpoint.plane, manifest, context, checkpoint.release)
-    shape = geometry(manifest.spec, manifest.text.num_tokens, rotate_kv=rotation.r3)
-    return Model(
-        manifest.spec,
-        kernels.open_backend(backend, weights, shape, threads, layout),
-        r1=None if rotation.kind == "none" else checkpoint.plane("r1"),
-        r1_scale=rotation.scale,
-    )

@@ -12,12 +12,11 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from edge_runtime.decode.constraint import Constraint, Ids
 from edge_runtime.decode.cycles import DeviceCycles
 from edge_runtime.decode.draft import (
     BaseDraft,
@@ -27,6 +26,7 @@ from edge_runtime.decode.draft import (
     NgramDraft,
 )
 from edge_runtime.decode.governor import GovernedDraft
+from edge_runtime.decode.logprobs import LogProbs, log_probs
 from edge_runtime.decode.request import DraftStats, FinishReason, Prompt, Result, Token
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
@@ -52,7 +52,8 @@ class Generation:
         sampling: Sampling,
         stop: Sequence[str],
         ignore_eos: bool,
-        allowed_ids: Sequence[int] | None,
+        constraint: Constraint | None,
+        logprobs: int | None,
         deadline_s: float | None,
         draft_source: DraftSource | None,
         continues: bool,
@@ -61,9 +62,8 @@ class Generation:
         self._engine, self._prompt, self._sampling = engine, prompt, sampling
         self._max_new = max_new_tokens
         self._ignore_eos = ignore_eos
-        self._allowed: npt.NDArray[np.int64] | None = None
-        if allowed_ids is not None:
-            self._allowed = np.unique(np.asarray(allowed_ids, dtype=np.int64))
+        self._constraint, self._num_top = constraint, logprobs
+        self._logprobs: deque[LogProbs] = deque()  # of tokens chosen and not emitted
         self._started = time.perf_counter()
         self._deadline = None if deadline_s is None else self._started + deadline_s
         self._cancelled = threading.Event()
@@ -126,12 +126,18 @@ class Generation:
     def _pick(self, logits: Logits, position: int, drafted: list[int]) -> int:
         """Choose from one row of logits."""
         if self._sampling.plain_greedy:
-            return logits.argmax(self._allowed)[0]
+            return logits.argmax(self._allowed(drafted))[0]
         return self._sample(logits, 0, position, drafted)
 
     def _sample(self, logits: Logits, row: int, position: int, drafted: list[int]) -> int:
-        answer = [*self._answer, *drafted]
-        return logits.sample(row, position, self._prompt.ids, answer, self._sampling, self._allowed)
+        answer, allowed = [*self._answer, *drafted], self._allowed(drafted)
+        return logits.sample(row, position, self._prompt.ids, answer, self._sampling, allowed)
+
+    def _allowed(self, drafted: list[int]) -> Ids | None:
+        """Return the ids that may follow the answer and what is drafted; None: all."""
+        if self._constraint is None:
+            return None
+        return self._constraint.allowed([*self._answer, *drafted])
 
     def _own_source(self, choice: DraftChoice) -> DraftSource | None:
         if choice.gamma == 0:
@@ -166,6 +172,7 @@ class Generation:
                 reason = self._why_stopped() or "cancelled"
                 return
             first = self._pick(logits, len(self._prompt), [])
+            self._note_logprobs(logits, [first])
             self.result.ttft_s = time.perf_counter() - self._started
             self._device = self._device_cycles(first)
             pending = [first]
@@ -178,7 +185,7 @@ class Generation:
                         ended = "stop"
                     if ended:
                         reason = ended
-                    yield Token(token, text)
+                    yield Token(token, text, self._logprobs.popleft() if self._logprobs else None)
                     if ended:
                         return
                 if why := self._why_stopped():
@@ -238,6 +245,7 @@ class Generation:
             engine.target_view, rows, start, engine.cache, num_logits=len(rows)
         )
         chosen = self._accept(logits, start, draft)
+        self._note_logprobs(logits, chosen)
         engine.governor.times.add("w8", len(rows), time.perf_counter() - started)
         engine.note("verify", started)
         if isinstance(self._source, GovernedDraft):
@@ -251,10 +259,11 @@ class Generation:
 
     def _device_cycles(self, first: int) -> DeviceCycles | None:
         """Return cycles that the backend runs by itself; None where they cannot make this answer:
-        its own draft source, allowed ids or penalties."""
+        its own draft source, a constraint, penalties or log-probabilities."""
         sampling, engine = self._sampling, self._engine
         plain = sampling.repetition_penalty == 1 and sampling.presence_penalty == 0
-        if self._given_source or self._allowed is not None or not plain:
+        needs_host = self._given_source or self._constraint is not None or self._num_top is not None
+        if needs_host or not plain:
             return None
         if (cycles := engine.device_cycles()) is None:
             return None
@@ -297,7 +306,9 @@ class Generation:
         Where acceptance is forced, as much of the draft as declared, and the target's token after
         that; the time is that of a cycle that accepts so many.
         """
-        greedy = logits.argmax(self._allowed) if self._sampling.plain_greedy else None
+        greedy = None
+        if self._sampling.plain_greedy and self._constraint is None:
+            greedy = logits.argmax()
         most, forced = len(draft), self._forced
         if forced:
             most = min(forced[self._stats.cycles % len(forced)], most)
@@ -305,6 +316,8 @@ class Generation:
         for i in range(most + 1):
             if greedy is not None:
                 token = greedy[i]
+            elif self._sampling.plain_greedy:
+                token = logits.argmax(self._allowed(chosen))[i]
             else:
                 token = self._sample(logits, i, start + i + 1, chosen)
             if forced and i < most:
@@ -313,6 +326,12 @@ class Generation:
             if i == most or token != draft[i]:
                 break
         return chosen
+
+    def _note_logprobs(self, logits: Logits, chosen: list[int]) -> None:
+        if self._num_top is not None:
+            rows = logits.numpy()
+            count = self._num_top
+            self._logprobs.extend(log_probs(rows[i], t, count) for i, t in enumerate(chosen))
 
     # ends
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_runtime.decode.arguments import is_id, shown
+from edge_runtime.decode.logprobs import LogProbs
 from edge_runtime.errors import UsageError
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "deadline"]
@@ -26,10 +27,12 @@ MAX_ROW_VALUE = 2.0**48  # in an embedding row: rotated and squared, its sums st
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token. `text` may be empty while a character is incomplete or held back."""
+    """One emitted token. `text` may be empty while a character is incomplete or held back;
+    `logprobs` is there where it was asked for."""
 
     id: int
     text: str
+    logprobs: LogProbs | None = None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edge_runtime.decode.engine import load_tokenizer
+from edge_runtime.decode.load import load_tokenizer
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import ContextError
 from edge_runtime.evaluate.data import DataFile, Row

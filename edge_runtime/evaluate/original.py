@@ -15,7 +15,8 @@ from edge_runtime.convert.original import head_matrix, r2_seed
 from edge_runtime.convert.rotate import fuse_layer
 from edge_runtime.convert.source import Source, layer_tensors
 from edge_runtime.decode.draft import DraftChoice
-from edge_runtime.decode.engine import Engine, load_model, load_tokenizer
+from edge_runtime.decode.engine import Engine
+from edge_runtime.decode.load import load_model, load_tokenizer
 from edge_runtime.errors import UsageError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.kernels.reference.ops import ReferenceBackend

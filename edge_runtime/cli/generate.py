@@ -7,9 +7,12 @@ and why an answer ended early, are on stderr. Ctrl-C stops the answer, shows wha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -72,7 +75,28 @@ def command(
             "ignore_eos": ignore_eos,
             "deadline_s": deadline,
         }
-        run(engine, as_prompt(engine, text, raw), options, as_json)
+        asked = as_prompt(engine, text, raw)
+        with prompt_cache(engine, shared.prompt_cache, asked):
+            run(engine, asked, options, as_json)
+
+
+@contextlib.contextmanager
+def prompt_cache(engine: Engine, file: Path | None, prompt: Any) -> Iterator[None]:
+    """Answer with the prompt's cache of a file, or keep it there after the answer."""
+    if file is None:
+        yield
+        return
+    from edge_runtime.decode import prefix
+
+    text = isinstance(prompt, str)
+    ids = engine.encode_text(prompt) if text else engine.encode_chat(prompt)
+    if file.exists():
+        prefix.check_ids(prefix.load(engine, file), ids)
+    else:
+        prefix.check(engine, file)
+    yield
+    if engine.prefix is None:
+        prefix.save(engine, file, ids)
 
 
 def split_options(rest: dict[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_runtime import paths
-from edge_runtime.cli.options import F, engine_options, user_path
+from edge_runtime.cli.options import F, engine_options, prompt_cache_option, user_path
 from edge_runtime.errors import CheckpointError, UsageError
 from edge_runtime.format.lfs import refuse_pointer
 
@@ -56,6 +56,7 @@ class EngineOptions:
     reserve: int | None = None
     threads: int | None = None
     original: str | None = None
+    prompt_cache: Path | None = None
     layout: str = "nest"  # no option: measurements compare others with it
 
 
@@ -73,7 +74,7 @@ def options_of_mode(mode: str, options: EngineOptions) -> EngineOptions:
 
 def run_options(command: F) -> F:
     """Add the options that arrive as the fields of `EngineOptions`."""
-    return engine_options(original_option(command))
+    return engine_options(prompt_cache_option(original_option(command)))
 
 
 def open_model(name: str | None, options: EngineOptions) -> Engine:

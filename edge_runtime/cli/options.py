@@ -233,6 +233,12 @@ threads_option = click.option(
     metavar="N",
     help="CPU threads, at most 256.  [default: one per core that this process may use]",
 )
+prompt_cache_option = click.option(
+    "--prompt-cache",
+    type=Parsed("file", user_path),
+    metavar="FILE",
+    help="Begin with the KV cache kept there instead of computing it; made where it is not there.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document as the last line of stdout."
 )

@@ -26,6 +26,7 @@ from edge_runtime.decode.governor import Governor, StepTimes
 from edge_runtime.decode.load import load_model, load_tokenizer
 from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
 from edge_runtime.decode.memory import fit_context, peak_rss_bytes
+from edge_runtime.decode.prefix import Prefix, common
 from edge_runtime.decode.pressure import MemoryWatch
 from edge_runtime.decode.request import Key, Prompt, Span
 from edge_runtime.decode.sampling import Sampling
@@ -69,10 +70,11 @@ class Engine:
         group_size: int = 0,
         layout: Layout = "nest",
         watch: MemoryWatch | None = None,
+        model_sha256: str = "",
     ) -> None:
         """Allocate the cache. `Engine.open` and `cli` call this; most users want `open`.
 
-        synthetic: the weights are random, and every result says so.
+        synthetic: the weights are random, and every result says so. model_sha256: of the manifest.
         """
         self.watch = watch or MemoryWatch()
         self.model, self.tokenizer, self.text = model, tokenizer, text
@@ -96,6 +98,8 @@ class Engine:
         self.forced: tuple[int, ...] = ()  # for timing alone: drafted tokens to accept, in turns
         self.phases: list[Phase] | None = None  # a list: noted there as they end
         self._keys: list[Key] = []
+        self.model_sha256 = model_sha256
+        self.prefix: Prefix | None = None  # what prompts begin with, kept in a file
         self._closed = False
         model.backend.prepare(model.program(self.target_view))
         if draft.gamma and draft.source != "ngram":
@@ -161,6 +165,7 @@ class Engine:
             group_size=manifest.group_size,
             layout=held,
             watch=MemoryWatch(reserve_bytes),
+            model_sha256=path.sha256,
         )
 
     def generate(
@@ -310,13 +315,16 @@ class Engine:
 
     def reuse(self, keys: list[Key]) -> int:
         """Cut the cache to the prefix it shares with `keys`, never all of them; return its size."""
-        shared = 0
-        for mine, theirs in zip(self._keys, keys[:-1], strict=False):
-            if mine != theirs:
-                break
-            shared += 1
+        shared = common(self._keys, keys[:-1])
         del self._keys[shared:]
+        if self.prefix is not None:
+            shared = self.prefix.restore(self.cache, keys[:-1], shared)
+            self._keys = keys[:shared]
         return shared
+
+    def holds(self, keys: Sequence[Key]) -> bool:
+        """Say whether the cache begins with these."""
+        return self._keys[: len(keys)] == list(keys)
 
     def filled(self, keys: Sequence[Key]) -> None:
         """Note that the next positions of the cache hold these."""

@@ -21,6 +21,7 @@ from edge_runtime.errors import CheckpointError
 from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.format.manifest import (
     DTYPES,
+    MANIFEST,
     RECONVERT,
     TOKENIZER,
     read_bounded,
@@ -38,6 +39,7 @@ class Checkpoint:
         """Read and check the manifest. Raises CheckpointError."""
         self.path = path
         self.manifest = read_manifest(path)
+        self.sha256 = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
         self._files: dict[str, _PlaneFile] = {}
         self._verified: set[str] = set()
 

@@ -44,7 +44,7 @@ def layout(geometry: Geometry, length: int) -> Layout:
     vectors = (2, length, g.num_kv_heads)
     nibbles = (*vectors, g.head_dim // 2)
     kinds: Layout = [("scale", "F16", vectors), ("base", "U8", nibbles), ("refine", "U8", nibbles)]
-    return [(f"layers.{i}.{n}", *kind) for i in range(g.num_layers) for n, *kind in kinds]
+    return [(f"layers.{i}.{n}", dtype, s) for i in range(g.num_layers) for n, dtype, s in kinds]
 
 
 def save(

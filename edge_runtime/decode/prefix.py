@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edge_runtime.cache import prompt_file
 from edge_runtime.decode.request import Key
@@ -20,7 +20,8 @@ from edge_runtime.kernels.ops import Cache
 from edge_runtime.model.transformer import geometry
 
 if TYPE_CHECKING:
-    from edge_runtime.decode.engine import Engine, Messages
+    from edge_runtime.decode.engine import Engine
+    from edge_runtime.decode.session import Session
     from edge_runtime.kernels.ops import Geometry
 
 log = logging.getLogger(__name__)
@@ -112,14 +113,16 @@ def check_ids(prefix: Prefix, ids: Sequence[int]) -> None:
         )
 
 
-def chat_beginning(engine: Engine, system: str | None) -> list[int]:
-    """Return the ids that every conversation with a system prompt begins with.
+def chat_beginning(session: Session) -> list[int]:
+    """Return the ids that every conversation with a session's system prompt begins with.
 
     Raises UsageError where the chat template puts nothing before a user's words.
     """
-    above: Messages = [{"role": "system", "content": system}] if system else []
-    texts = [engine.encode_chat([*above, {"role": "user", "content": c}]) for c in ("A", "7")]
-    ids = texts[0][: common(*texts)]
+    texts = []
+    for word in ("A", "7"):
+        asked: Any = session.prompt([*session.messages, {"role": "user", "content": word}])
+        texts.append(session.engine.encode_chat(asked) if isinstance(asked[0], dict) else asked)
+    ids: list[int] = texts[0][: common(*texts)]
     if not ids:
         raise UsageError(
             "a prompt's cache needs a fixed beginning, and this chat template has none",

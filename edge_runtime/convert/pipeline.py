@@ -3,8 +3,8 @@
 Invariant: a shard on disk is final; a stopped conversion continues with the first missing shard and
 ends with the same planes as one that was never stopped. Steps: embed, each layer, head, manifest.
 Peak memory: two layers (source and fused, fp32), the codes of one in two views, the embedding
-or the head (fp32), and the hidden states of the calibration windows; on a GPU the same, with one
-tensor of the source and the planes of two layers on the host (`resources.py`).
+or the head (fp32), and the hidden states of the calibration windows; on a GPU the same, with the
+next layer of the source and the planes of two layers on the host (`resources.py`).
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class Conversion:
         self.writer = CheckpointWriter(out, self._identity())
         self.layer_seconds: list[float] = []  # of the layers that this run solved
         self._saver: ThreadPoolExecutor
+        self._reader: ThreadPoolExecutor
+        self._read_ahead: Future[dict[str, Tensor]] | None = None
         self._saved: Future[None] = Future()
         self._saved.set_result(None)
         self._tokenizer = Tokenizer.from_json(source.tokenizer_json)
@@ -148,6 +150,7 @@ class Conversion:
         try:
             with (
                 ThreadPoolExecutor(1) as self._saver,  # left only when what it began is written
+                ThreadPoolExecutor(1) as self._reader,
                 devices.computing_on(self.device, self.spec, self.options.calibration_tokens),
             ):
                 return self._run()
@@ -310,14 +313,19 @@ class Conversion:
 
     def fused_layer(self, i: int) -> FusedLayer:
         """Read, fuse and rotate one layer of the source."""
-        prefix = f"layers.{i}."
-        tensors = {
-            n: self.source.tensor(prefix + n).to(self.device) for n in layer_tensors(self.spec)
-        }
+        found = self._read(i) if self._read_ahead is None else self._read_ahead.result()
+        tensors = {n: tensor.to(self.device) for n, tensor in found.items()}
+        if self.device.type != "cpu" and i + 1 < self.spec.num_layers:  # it would wait for the disk
+            self._read_ahead = self._reader.submit(self._read, i + 1)
+        else:
+            self._read_ahead = None
         r2 = None
         if self._r1 is not None:
             r2 = random_rotation(self.spec.head_dim, r2_seed(self.options.seed, i)).to(self.device)
         return fuse_layer(tensors, self.spec, self._r1_there(), r2)
+
+    def _read(self, i: int) -> dict[str, Tensor]:
+        return {n: self.source.tensor(f"layers.{i}.{n}") for n in layer_tensors(self.spec)}
 
     def _r1_there(self) -> Rotation | None:
         return None if self._r1 is None else self._r1.to(self.device)

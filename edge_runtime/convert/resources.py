@@ -53,8 +53,8 @@ def conversion_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
 def host_bytes(spec: ModelSpec) -> int:
     """Peak memory of the host where a device computes."""
     sizes = _Sizes(spec, 0)
-    # a table in fp32 beside the file's and its codes; of a layer the codes and the planes of two
-    return RUNTIME_BYTES + DEVICE_RUNTIME_BYTES + max(sizes.head * 9, sizes.layer * 6)
+    # a table in fp32 beside the file's and its codes; two layers fp32 and their codes and planes
+    return RUNTIME_BYTES + DEVICE_RUNTIME_BYTES + max(sizes.head * 9, sizes.layer * 14)
 
 
 def device_bytes(spec: ModelSpec, calibration_tokens: int) -> int:

@@ -7,8 +7,10 @@ and tab; a file or a pipe gets the text as it is. Colour only where `log.use_col
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 from edge_runtime import log
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from edge_runtime.decode.request import Result, Token
 
 SEPARATOR = " · "
+THINK = ("<think>", "</think>")
+_QUIET, _NORMAL = "\x1b[2m", "\x1b[0m"
 _ENDS = {
     "length": "cut at the limit",
     "cancelled": "stopped",
@@ -24,27 +28,60 @@ _ENDS = {
 
 
 class TextWriter:
-    """Writes pieces of one answer to a stream and ends its last line."""
+    """Writes pieces of one answer to a stream and ends its last line.
 
-    def __init__(self, stream: TextIO) -> None:
+    `dims`: what a model thinks, between `<think>` and `</think>`, is quiet where colour is welcome.
+    """
+
+    def __init__(self, stream: TextIO, *, dims: bool = False) -> None:
         """Characters that the stream's encoding lacks are shown as `?`."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
         self._stream = stream
         self._live = stream.isatty()
+        self._dims = dims and log.use_colour(stream)
+        self._dim = False
+        self._at_start = True  # of a line
+        self._lock = threading.RLock()
         self.num_chars = 0  # of the text, written so far
 
     def write(self, text: str) -> None:
         """Show a piece now."""
-        self.num_chars += len(text)
-        if text:
-            self._stream.write(printable(text) if self._live else text)
-            self._stream.flush()
+        with self._lock:
+            self.num_chars += len(text)
+            if text:
+                self._at_start = text.endswith("\n")
+                shown = printable(text) if self._live else text
+                self._stream.write(self._dimmed(shown) if self._dims else shown)
+                self._stream.flush()
 
     def end(self) -> None:
         """Write the newline that follows every answer."""
-        self._stream.write("\n")
-        self._stream.flush()
+        with self._lock:
+            self._stream.write(f"{_NORMAL}\n" if self._dim else "\n")
+            self._dim, self._at_start = False, True
+            self._stream.flush()
+
+    def interject(self, say: Callable[[], None]) -> None:
+        """Let something else be said on a line of its own, from whatever thread; at a terminal the
+        answer goes on below it."""
+        with self._lock:
+            if self._live and not self._at_start:
+                self._stream.write(f"{_NORMAL}\n" if self._dim else "\n")
+                self._at_start = True
+                self._stream.flush()
+            say()
+            if self._live and self._dim:
+                self._stream.write(_QUIET)
+
+    def _dimmed(self, text: str) -> str:
+        if THINK[0] in text:
+            self._dim = True
+            text = text.replace(THINK[0], _QUIET + THINK[0])
+        if self._dim and THINK[1] in text:
+            self._dim = False
+            text = text.replace(THINK[1], THINK[1] + _NORMAL)
+        return text
 
 
 def stream_answer(tokens: Iterator[Token], writer: TextWriter) -> None:
@@ -86,6 +123,8 @@ def figures(result: Result) -> str:
         parts.append(f"acc {result.draft['accepted'] / cycles:.1f}/cycle")
     else:
         parts.append("no drafting")
+    if result.energy is not None:
+        parts.append(_joules(result.energy))
     parts.append(
         f"cached {result.cached_tokens} / new {result.prompt_tokens - result.cached_tokens}"
     )
@@ -94,9 +133,29 @@ def figures(result: Result) -> str:
         parts.append("random weights")
     if result.forced:
         parts.append("acceptance declared")
-    if result.finish_reason in _ENDS:
+    if context_is_full(result):
+        parts.append("cut: the context is full")
+    elif result.finish_reason in _ENDS:
         parts.append(_ENDS[result.finish_reason])
     return SEPARATOR.join(parts)
+
+
+def context_is_full(result: Result) -> bool:
+    """Whether an answer ended because there was no room for more of it."""
+    used = result.prompt_tokens + result.new_tokens
+    return result.finish_reason == "length" and used >= result.context_max
+
+
+def _joules(energy: dict[str, Any]) -> str:
+    """Return joules a token, gross and net of idle, with the rail; what replays a log says so."""
+    each, net = energy["j_per_token"], energy["net_j"]
+    rail = energy["rail"] + (" of a replayed log" if energy["source"] == "replay" else "")
+    beside = (
+        f"{rail}, net {each * net / energy['gross_j']:.2g}"
+        if net is not None and energy["gross_j"]
+        else rail
+    )
+    return f"{each:.2g} J/tok ({beside})"
 
 
 def statistics(result: Result) -> list[str]:
@@ -118,4 +177,19 @@ def statistics(result: Result) -> list[str]:
 
 def dim(text: str, stream: TextIO) -> str:
     """Return text in a quiet colour where colour is welcome."""
-    return f"\x1b[2m{text}\x1b[0m" if log.use_colour(stream) else text
+    return f"{_QUIET}{text}{_NORMAL}" if log.use_colour(stream) else text
+
+
+def folded(line: str, stream: TextIO) -> str:
+    """Return a line of figures, broken between them where a terminal is too narrow for it."""
+    if not stream.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    rows = [""]
+    for part in line.split(SEPARATOR):
+        longer = rows[-1] + SEPARATOR + part if rows[-1] else part
+        if len(longer) <= width or not rows[-1]:
+            rows[-1] = longer
+        else:
+            rows.append(part)
+    return "\n".join(rows)

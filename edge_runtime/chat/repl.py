@@ -1,153 +1,198 @@
-"""The chat at a terminal: a line is a turn, one that begins with `/` and a word is a command.
+"""The chat at a terminal: a message is a turn, one line that begins with `/` and a word a command.
 
 Invariant: whatever a turn meets (an error, Ctrl-C), the chat goes on; a failed turn leaves the
-history as it was, a stopped one keeps what was said. Answers go to stdout, the rest to stderr.
+history as it was, a stopped one keeps what was said. Nothing of a conversation is cut without being
+asked for. Answers go to stdout, the rest to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from edge_runtime.chat import render
+from edge_runtime.chat.commands import LEAVE, Commands
+from edge_runtime.chat.energy import TurnEnergy
 from edge_runtime.chat.interrupt import StopOnInterrupt
+from edge_runtime.chat.lines import FENCE, Reader, without_fences
+from edge_runtime.chat.saved import ModelName
+from edge_runtime.chat.settings import Settings
+from edge_runtime.chat.throttle import ThrottleWatch
+from edge_runtime.decode.request import Result, Token
 from edge_runtime.decode.session import Session
 from edge_runtime.errors import BitnestError
 
-PROMPT, MORE = ">>> ", "... "
-FENCE = '"""'
-LEAVE = "To leave: /exit or Ctrl-D."
-HELP = '''\
-/help          this list
-/clear         forget the conversation, keep the system prompt
-/system TEXT   set the system prompt; without TEXT show it
-/stats         figures of the last answer
-/exit, /quit   leave (so does Ctrl-D)
-"""            begins and ends a message of several lines
-Ctrl-C         stops an answer; what was said is kept'''
+HOW_TO_LEAVE = "To leave: /exit or Ctrl-D."
+LEAST_ROOM = 32  # tokens; with fewer left for an answer the context counts as full
+SAFETY = 256  # tokens that a template may add to a message
+FULL = """\
+The context is full: this prompt has {prompt} tokens, the context holds {context}.
+  d   drop the {turns} and answer; the rest is read anew ({kept} tokens)
+  s   stop: nothing is sent; /undo, /clear or a shorter message make room"""
 
-ReadLine = Callable[[str], str]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a chat has around it."""
+
+    model: ModelName
+    energy: TurnEnergy
+    throttle: ThrottleWatch
 
 
 class Repl:
     """One chat over a session; `run` returns when the user leaves."""
 
     def __init__(
-        self, session: Session, options: dict[str, Any], read_line: ReadLine | None = None
+        self, session: Session, settings: Settings, reader: Reader, around: Surroundings
     ) -> None:
-        """`options` go to every `Session.ask`; `read_line` raises EOFError at the end of input."""
-        self.session = session
-        self._options = options
-        self._read_line = read_line or read_terminal_line
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": lambda _: self._say(HELP),
-            "?": lambda _: self._say(HELP),
-            "clear": self._clear,
-            "system": self._system,
-            "stats": self._stats,
-        }
+        """`settings` make the options of every turn."""
+        self.session, self.settings = session, settings
+        self.model, self.energy, self._throttle = around.model, around.energy, around.throttle
+        self.asked_again = 0  # how often the last message was answered anew
+        self._reader = reader
+        self._commands = Commands(self)
 
     def run(self) -> None:
         """Read and answer until /exit or the end of input."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then has editing and a history)
-        self._say("Type a message. /help lists the commands.")
-        while True:
-            try:
-                if not self._step():
+        self.say("Type a message. /help lists the commands.")
+        for line in self._throttle.look():
+            self.say(line)
+        try:
+            while True:
+                try:
+                    if not self._step():
+                        return
+                except EOFError:
+                    print(file=sys.stderr)
                     return
-            except EOFError:
-                print(file=sys.stderr)
-                return
-            except KeyboardInterrupt:
-                self._say("\n" + LEAVE)
+                except KeyboardInterrupt:
+                    self.say("\n" + HOW_TO_LEAVE)
+        finally:
+            self.energy.close()
 
     def _step(self) -> bool:
         """Read one message and act on it; False when the user leaves."""
-        text, is_line = self._read_message()
+        text = self._reader.read().encode("utf-8", "replace").decode()  # half a character is none
         if not text.strip():
             return True
         word, *rest = text.split(maxsplit=1)
-        if not is_line:
+        if text.lstrip().startswith(FENCE):
+            if (inner := without_fences(text)).strip():
+                self.turn(inner)
+        elif "\n" in text.strip() or not word.startswith("/"):
             self.turn(text)
-        elif word in ("/exit", "/quit", "/bye"):
+        elif word[1:] in LEAVE:
             return False
-        elif word.startswith("/") and (word[1:].isalpha() or word[1:] in self._commands):
-            self._command(word[1:], "".join(rest).strip())
+        elif word[1:].isalpha() or word == "/?":
+            with self._told():
+                self._commands.run(word[1:], "".join(rest).strip())
         else:
             self.turn(text)
         return True
 
     def turn(self, text: str) -> None:
-        """Ask and show the answer; an expected error is shown and forgotten."""
-        session = self.session
-        writer = render.TextWriter(sys.stdout)
-        try:
-            with StopOnInterrupt(session.cancel):
-                render.stream_answer(session.ask(text, **self._options), writer)
-        except BitnestError as error:
-            if writer.num_chars:
-                writer.end()
-            self._say(f"error: {error.message}")
-            if error.hint:
-                self._say(f"hint: {error.hint}")
+        """Ask and show the answer; an error is shown and forgotten."""
+        with self._told():
+            if (drop := self._make_room(text, again=False)) is not None:
+                self.asked_again = 0
+                self._show(self.session.ask(text, drop=drop, **self.settings.options()))
+
+    def regenerate(self) -> None:
+        """Answer the last message again. Raises UsageError where there is none."""
+        if (drop := self._make_room(self.session.last_text, again=True)) is None:
             return
-        except KeyboardInterrupt:
-            writer.end()
-            self._say("Broken off; what was said is kept.")
-            return
-        assert session.last is not None
-        render.finish_answer(session.last, writer)
-        self._say(render.dim(render.figures(session.last), sys.stderr))
+        self.asked_again += 1
+        options = self.settings.options(self.asked_again)
+        if options["sampling"].temperature == 0:
+            self.say("Greedy: the answer is the same again. /set temp 0.8 lets it differ.")
+        self._show(self.session.ask_again(drop=drop, **options))
 
-    def _read_message(self) -> tuple[str, bool]:
-        """Read one line, or several between two fences, which are never a command."""
-        line = self._read_line(PROMPT)
-        if not line.lstrip().startswith(FENCE):
-            return line, True
-        lines = [line.lstrip().removeprefix(FENCE)]
-        while not lines[-1].rstrip().endswith(FENCE):
-            lines.append(self._read_line(MORE))
-        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
-        return "\n".join(lines).strip("\n"), False
-
-    def _command(self, name: str, rest: str) -> None:
-        if name in self._commands:
-            self._commands[name](rest)
-        else:
-            self._say(f"Unknown command /{name}. /help lists the commands.")
-
-    def _clear(self, _: str) -> None:
-        self.session.clear()
-        self._say("The conversation is forgotten.")
-
-    def _system(self, text: str) -> None:
-        others = [m for m in self.session.messages if m["role"] != "system"]
-        if text:
-            self.session.messages = [{"role": "system", "content": text}, *others]
-            self._say("System prompt set.")
-            return
-        found = [m["content"] for m in self.session.messages if m["role"] == "system"]
-        self._say(found[0] if found else "No system prompt of yours; the model's own applies.")
-
-    def _stats(self, _: str) -> None:
-        last = self.session.last
-        for line in render.statistics(last) if last else ["No answer yet."]:
-            self._say(line)
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Tell the user something that is no answer."""
         print(text, file=sys.stderr, flush=True)
 
+    # ----
 
-def read_terminal_line(prompt: str) -> str:
-    """Read a line from stdin; the prompt goes to the terminal, never into a redirected stdout."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\r\n")
+    def _show(self, tokens: Iterator[Token]) -> None:
+        """Show an answer as it comes, and its figures."""
+        session = self.session
+        writer = render.TextWriter(sys.stdout, dims=session.can_think)
+        self.energy.begin()
+        begin = time.monotonic()
+
+        def told_beside(line: str) -> None:
+            writer.interject(lambda: self.say(line))
+
+        try:
+            with StopOnInterrupt(session.cancel), self._throttle.during(told_beside):
+                render.stream_answer(tokens, writer)
+        except KeyboardInterrupt:
+            writer.end()
+            self.energy.end(begin, begin, 0)
+            self.say("Broken off; what was said is kept.")
+            return
+        except BaseException:
+            if writer.num_chars:
+                writer.end()
+            self.energy.end(begin, begin, 0)
+            raise
+        last = session.last
+        assert last is not None
+        last.energy = self.energy.end(begin, begin + last.ttft_s, last.new_tokens - 1)
+        if last.finish_reason == "cancelled" and not last.text:
+            self.say("Stopped before the first word; the message is forgotten.")
+            return
+        render.finish_answer(last, writer)
+        self._say_figures(last)
+
+    def _say_figures(self, result: Result) -> None:
+        line = render.figures(result)
+        if self.settings.options()["sampling"].temperature > 0:
+            line += f"{render.SEPARATOR}seed {result.seed}"
+        self.say(render.dim(render.folded(line, sys.stderr), sys.stderr))
+
+    def _make_room(self, text: str, again: bool) -> int | None:
+        """Return how many of the oldest turns to leave out, as the user chose; None: do not ask."""
+        session, last = self.session, self.session.last
+        context, turns = session.engine.context, session.num_turns - again
+        most = self.settings.options()["max_new_tokens"]
+        least = min(LEAST_ROOM, most, context // 4)
+        if last is not None:  # surely fits: a token has at least a byte
+            bound = last.prompt_tokens + last.new_tokens + len(text.encode()) + SAFETY
+            if bound + least <= context:
+                return 0
+        prompt = session.num_tokens(text, again=again)
+        if prompt + least <= context or not turns:
+            return 0  # what does not fit at all the engine refuses, with the numbers
+        drop = session.turns_to_drop(text, min(most, context // 4), again=again)
+        kept = session.num_tokens(text, drop=drop, again=again)
+        oldest = "oldest turn" if drop == 1 else f"{drop} oldest turns"
+        self.say(FULL.format(prompt=prompt, context=context, turns=oldest, kept=kept))
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            if self._reader.ask("d or s? [s] ").strip().lower() in ("d", "drop"):
+                return drop
+        self.say("Not sent.")
+        return None
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell an error and go on: a conversation must not be lost to one."""
+        try:
+            yield
+        except BitnestError as error:
+            self.say(f"error: {error.message}")
+            if error.hint:
+                self.say(f"hint: {error.hint}")
+        except OSError:
+            raise  # stdout is gone
+        except Exception as error:  # a bug: told, and the history is as before
+            if os.environ.get("BITNEST_DEBUG", "") not in ("", "0"):
+                traceback.print_exception(error)
+            self.say(f"error: a bug in bitnest-edge: {type(error).__name__}: {error}")
+            self.say("hint: the conversation is as it was before; /save FILE keeps it")

@@ -150,9 +150,7 @@ class Session:
 
     # ----
 
-    def _answer(
-        self, text: str, kept: list[Message], options: dict[str, Any]
-    ) -> Iterator[Token]:
+    def _answer(self, text: str, kept: list[Message], options: dict[str, Any]) -> Iterator[Token]:
         turn = [*kept, _user(text)]
         generation = self.engine.generate(self.prompt(turn), **options)
         self._generation = generation

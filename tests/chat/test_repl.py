@@ -6,13 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chat_tools import make_repl
 
 from edge_runtime import Engine, Session
 from edge_runtime.chat import render
 from edge_runtime.chat.interrupt import StopOnInterrupt
-from edge_runtime.chat.repl import Repl
 from edge_runtime.decode.request import Result, Token
 from edge_runtime.errors import NumericError
 
@@ -23,25 +24,10 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         yield opened
 
 
-def lines(*typed: str | type[BaseException]):
-    """A reader that returns lines, raises what is an exception, and then ends."""
-    left = list(typed)
-
-    def read(prompt: str) -> str:
-        if not left:
-            raise EOFError
-        line = left.pop(0)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    return read
-
-
-def chat(engine: Engine, *typed: str | type[BaseException], **options: object) -> Session:
-    session = Session(engine)
-    Repl(session, {"max_new_tokens": 6, **options}, lines(*typed)).run()
-    return session
+def chat(engine: Engine, *typed: str | type[BaseException], **options: Any) -> Session:
+    repl = make_repl(engine, *typed, **options)
+    repl.run()
+    return repl.session
 
 
 def test_the_second_turn_reuses_the_first(engine: Engine, capsys) -> None:
@@ -61,8 +47,8 @@ def test_the_second_turn_reuses_the_first(engine: Engine, capsys) -> None:
 
 
 def test_a_failure_leaves_the_history(engine: Engine, capsys, monkeypatch) -> None:
-    session = Session(engine)
-    repl = Repl(session, {"max_new_tokens": 4}, lines())
+    repl = make_repl(engine, new_tokens=4)
+    session = repl.session
     repl.turn("hello")
     before = list(session.messages)
     with monkeypatch.context() as patch:
@@ -93,7 +79,7 @@ def test_ctrl_c_keeps_what_was_said(engine: Engine, capsys, monkeypatch) -> None
             monkeypatch.setattr(render.TextWriter, "write", shown)
 
     monkeypatch.setattr(render.TextWriter, "write", write)
-    session = chat(engine, "hello", max_new_tokens=200, ignore_eos=True)
+    session = chat(engine, "hello", new_tokens=200, ignore_eos=True)
     out, err = capsys.readouterr()
     assert session.last is not None
     assert session.last.finish_reason == "cancelled"

@@ -276,7 +276,14 @@ def _step_mw(values: dict[str, list[int]]) -> float:
 
 
 def open_meter(source: str = "auto", *, root: Path = Path("/"), interval_s: float = 0.1) -> Meter:
-    """Open a source of power readings by reading it once.
+    """Open a meter over `open_source`, and raise what that raises."""
+    return Meter(*open_source(source, root=root, interval_s=interval_s))
+
+
+def open_source(
+    source: str = "auto", *, root: Path = Path("/"), interval_s: float = 0.1
+) -> tuple[Source | None, list[str]]:
+    """Open a source of power readings by reading it once; return it, None for `none`, and why.
 
     `source` is auto, tegrastats, ina3221, jtop, nvml, replay:FILE or none; `root` stands in for /
     where files under /sys are read. Raises UsageError for another word, PowerUnavailable with the
@@ -284,10 +291,10 @@ def open_meter(source: str = "auto", *, root: Path = Path("/"), interval_s: floa
     """
     kind, _, file = source.partition(":")
     if source == "none":
-        return Meter(None, ["none: asked for"])
+        return None, ["none: asked for"]
     if kind == "replay" and file:
         replay = ReplaySource(Path(file))
-        return Meter(replay, [f"replay: {replay.probe()}"])
+        return replay, [f"replay: {replay.probe()}"]
     makers: dict[str, Callable[[], Source]] = {
         "ina3221": lambda: Ina3221Source(interval_s, root),
         "tegrastats": lambda: TegrastatsSource(interval_s),
@@ -307,7 +314,7 @@ def open_meter(source: str = "auto", *, root: Path = Path("/"), interval_s: floa
             continue
         why += [f"{other}: not tried" for other in names[place + 1 :]]
         log.debug("power source: %s", "; ".join(why))
-        return Meter(made, why)
+        return made, why
     what = "no source of power readings" if source == "auto" else "this power source cannot be used"
     raise PowerUnavailable(
         f"{what}: {'; '.join(why)}",

@@ -30,6 +30,7 @@ COMMANDS = {
     "convert": "Turn a model into a nested checkpoint.",
     "chat": "Talk to a model.",
     "generate": "Complete one prompt.",
+    "serve": "An OpenAI-compatible server, and a page for the browser.",
     "plan": "Say what fits a device, how fast, and why, before anything is loaded.",
     "profile": "Measure speed, memory and energy side by side; prove the longest context.",
     "eval": "Measure how good a model is, and how much of its draft is accepted.",

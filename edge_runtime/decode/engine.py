@@ -181,12 +181,14 @@ class Engine:
         logprobs: int | None = None,
         deadline_s: float | None = None,
         draft_source: DraftSource | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> Generation:
         """Start a generation and return it: an iterator of tokens with `.result`.
 
         prompt: text (completed as it is), chat messages, token ids, or spans of ids and embedding
         rows fp32 [n, H] in the original model's basis. max_new_tokens None: up to the context.
         allowed_ids: the only ids that may be chosen; constraint: a rule instead, such as a grammar.
+        template: more for the chat template, such as tools and enable_thinking.
         logprobs: tokens carry their log-probability and so many alternatives. deadline_s: return
         what is there by then, flagged `late`. Starting a new generation ends one that was left
         unfinished. Raises
@@ -198,7 +200,7 @@ class Engine:
         if sampling is not None and not isinstance(sampling, Sampling):
             raise UsageError(f"sampling: expected a Sampling, got {arguments.shown(sampling)}")
         self.end_running()
-        spans, continues = self._spans(prompt)
+        spans, continues = self._spans(prompt, template or {})
         parsed = Prompt(spans, self.model.spec.hidden_size, self.num_tokens)
         room = self.context - len(parsed)
         if room < 1:
@@ -236,10 +238,13 @@ class Engine:
         )
         return self._running
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Render messages with the model's chat template. Raises UsageError without one."""
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
+        """Render messages with the model's chat template, which gets the variables too. Raises
+        UsageError without one."""
         t = self.text
-        return self.template.encode(self.tokenizer, messages, bos_id=t.bos_id, add_bos=t.add_bos)
+        return self.template.encode(
+            self.tokenizer, messages, bos_id=t.bos_id, add_bos=t.add_bos, **variables
+        )
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, BOS first if the model wants one; special names stay text."""
@@ -368,13 +373,15 @@ class Engine:
         """Ids that exist: padding rows of the vocabulary are cut off."""
         return min(self.text.num_tokens, self.model.spec.vocab_size)
 
-    def _spans(self, prompt: PromptLike) -> tuple[list[Span], bool]:
+    def _spans(
+        self, prompt: PromptLike, template: Mapping[str, Any]
+    ) -> tuple[list[Span], bool]:
         """Return the spans of a prompt, and whether the answer continues its text."""
         if isinstance(prompt, str):
             return [self.encode_text(prompt)], True
         items = arguments.prompt_items(prompt)
         if items and isinstance(items[0], Mapping):
-            return [self.encode_chat(items)], False
+            return [self.encode_chat(items, **template)], False
         if items and isinstance(items[0], (np.ndarray, list, tuple)):
             return items, True
         return [items], True

@@ -1,0 +1,211 @@
+"""`bitnest-edge serve`: an OpenAI-compatible server and a page.
+
+Invariant: it listens on this machine alone unless told otherwise, elsewhere never without a key.
+A first SIGINT or SIGTERM lets admitted requests end.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_runtime.cli.generate import split_options
+from edge_runtime.cli.model import checkpoint_path, open_checkpoint, run_options
+from edge_runtime.cli.options import Finite, model_argument, user_path
+from edge_runtime.errors import BackendUnavailable, BitnestError, CheckpointError, UsageError
+
+log = logging.getLogger(__name__)
+
+KEY_VARIABLE = "BITNEST_EDGE_API_KEY"
+MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
+
+
+@click.command()
+@model_argument()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Port; 0: any that is free.",
+)
+@click.option(
+    "--api-key-file",
+    metavar="F",
+    help=f"File with the key that clients send.  [default: {KEY_VARIABLE}, else none]",
+)
+@click.option(
+    "--name", metavar="NAME", help="Name of the model for clients.  [default: its folder's]"
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(0, 10000),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; more are answered 429.",
+)
+@click.option(
+    "--queue-seconds",
+    type=Finite(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="How long a request may wait.",
+)
+@click.option(
+    "--request-seconds",
+    type=Finite(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="How long an answer may take; it is cut then.",
+)
+@click.option(
+    "--max-body",
+    type=click.IntRange(1024, 1 << 30),
+    default=4 << 20,
+    show_default=True,
+    help="Bytes of a request.",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.IntRange(0),
+    default=60,
+    show_default=True,
+    help="How long a stop waits for requests that were admitted.",
+)
+@click.option(
+    "--power-source",
+    default="auto",
+    show_default=True,
+    help="As of profile; none: no power readings.",
+)
+@run_options  # fmt: skip
+def command(
+    model: str,
+    host: str,
+    port: int,
+    api_key_file: str | None,
+    name: str | None,
+    max_queue: int,
+    queue_seconds: float,
+    request_seconds: float,
+    max_body: int,
+    drain_seconds: int,
+    power_source: str,
+    **rest: Any,
+) -> None:
+    """Serve a model on /v1/chat/completions, /v1/completions and /v1/models, and a page at /.
+
+    MODEL is a converted folder, or a known name. /metrics is for Prometheus, /health for whoever
+    watches. One request runs at a time, the others wait in order.
+    """
+    try:
+        import uvicorn
+
+        from edge_runtime.serve.app import LOOPBACK, Settings, make_app
+        from edge_runtime.serve.worker import Worker
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"serve needs {error.name}, which is not installed",
+            "pip install 'bitnest-edge[serve]'",
+        ) from None
+    from edge_runtime.format.reader import Checkpoint
+
+    key, local = api_key(api_key_file), is_loopback(host)
+    if key is None and not local:
+        raise UsageError(
+            f"--host {host}: expected a key, since others can reach this address, got none",
+            f"--api-key-file F, or the variable {KEY_VARIABLE}; or leave --host at 127.0.0.1",
+        )
+    shared, _ = split_options(rest)
+    path = checkpoint_path(model)
+    engine = open_checkpoint(Checkpoint(path), shared)
+    with engine:
+        settings = Settings(
+            model=name or path.resolve().name,
+            key=key,
+            hosts=LOOPBACK if local else None,
+            max_queue=max_queue,
+            max_body_bytes=max_body,
+            queue_s=queue_seconds,
+            request_s=request_seconds,
+            power=power_source,
+        )
+        config = uvicorn.Config(
+            make_app(Worker(engine, max_queue), settings),
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=drain_seconds,
+            timeout_keep_alive=30,
+            lifespan="on",
+        )
+        _run(uvicorn, config, settings.model)
+
+
+def _run(uvicorn: Any, config: Any, name: str) -> None:
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        async def startup(self, sockets: Any = None) -> None:
+            """Listen, and say where."""
+            await super().startup(sockets)
+            for server in self.servers:
+                for listener in server.sockets:
+                    where, port = listener.getsockname()[:2]
+                    shown = f"[{where}]" if ":" in where else where
+                    log.info("%s at http://%s:%d/ (API: /v1)", name, shown, port)
+
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        Server(config).run()
+    except SystemExit:  # uvicorn's way to say that it could not listen
+        raise BitnestError(
+            f"cannot listen on {config.host} port {config.port}",
+            "is another server there? --port takes another",
+        ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def api_key(file: str | None) -> str | None:
+    """Return the key of a file or of the environment. Raises CheckpointError, UsageError."""
+    if file is None:
+        text = os.environ.get(KEY_VARIABLE)
+        if text is None:
+            return None
+        where = KEY_VARIABLE
+    else:
+        text, where = _read(user_path(file)), file
+    key = text.strip()
+    if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"{where}: expected a key of at least {MIN_KEY_CHARS} printable ASCII characters in "
+            "one line",
+            "make one: python3 -c 'import secrets; print(secrets.token_urlsafe())' > key",
+        )
+    return key
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the key from {path}: {error.strerror}") from None
+    if len(data) > MAX_KEY_BYTES:
+        raise CheckpointError(f"{path}: expected a key of at most {MAX_KEY_BYTES} bytes")
+    return data.decode("latin-1")

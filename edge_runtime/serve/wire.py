@@ -1,0 +1,229 @@
+"""What requests may hold, as the OpenAI API names it; every field is known or refused.
+
+Policy: an unknown field is an error that names it. Some fields are taken and change nothing (user,
+metadata, …); `NEUTRAL` ones are taken where they ask for nothing special. Source: OpenAI API
+reference, "Chat" and "Completions"; top_k, min_p, repetition_penalty, ignore_eos and
+chat_template_kwargs are named as other servers of the field do; deadline_s is ours.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta
+
+from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
+from edge_runtime.decode.sampling import Sampling
+from edge_runtime.errors import UsageError
+
+MAX_STOPS = 16
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+}
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A piece of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One message of a conversation, as the model's template gets it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return plain data; parts of text are joined."""
+        text = self.content
+        if isinstance(text, list):
+            text = "".join(part.text for part in text)
+        found = {"role": self.role, "content": text or ""}
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        return found
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """The schema of an answer; strict is always so."""
+
+    name: str = ""
+    schema: dict[str, Any] = {}
+    description: str = ""
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_usage: one more chunk at the end with the numbers of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of request take."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Annotated[float, Meta(ge=-1000, le=1000)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    deadline_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    ignore_eos: bool | None = False
+    # taken as they are
+    user: Any = UNSET
+    metadata: Any = UNSET
+    store: Any = UNSET
+    service_tier: Any = UNSET
+    safety_identifier: Any = UNSET
+    prompt_cache_key: Any = UNSET
+    parallel_tool_calls: Any = UNSET
+    # taken where they ask for nothing special
+    n: Any = UNSET
+    best_of: Any = UNSET
+    echo: Any = UNSET
+    suffix: Any = UNSET
+    frequency_penalty: Any = UNSET
+    logit_bias: Any = UNSET
+    modalities: Any = UNSET
+    tool_choice: Any = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuse what is asked for and not built. msgspec makes an error of the request of it."""
+        for name, neutral in NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not UNSET and value is not None and value not in neutral:
+                raise ValueError(f"`{name}` is not supported beyond {neutral[0]!r}")
+        if isinstance(self.stop, list) and not all(self.stop):
+            raise ValueError("`stop`: expected texts that are not empty")
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        return [] if not self.stop else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; temperature 1 and a seed of its own where none is given."""
+        given = {
+            name: value
+            for name in ("top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
+            if (value := getattr(self, name)) is not None
+        }
+        temperature = 1.0 if self.temperature is None else self.temperature
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(temperature=temperature, seed=seed, **given)
+
+
+class ChatRequest(Common, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives beside each token's own log-probability; None: neither."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def __post_init__(self) -> None:
+        """Refuse alternatives without log-probabilities, and template variables of ours."""
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs`: true")
+        taken = {"messages", "tools", "add_generation_prompt"} & set(
+            self.chat_template_kwargs or ()
+        )
+        if taken:
+            raise ValueError(f"`chat_template_kwargs` may not hold {', '.join(sorted(taken))}")
+        form = self.response_format
+        if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+            raise ValueError("`response_format`: json_schema goes with the type json_schema")
+
+
+class CompletionRequest(Common, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[int | str]
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_ALTERNATIVES)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """As of `ChatRequest`."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer at most; 16 by default, as the API has it."""
+        return self.max_tokens or 16
+
+    def engine_prompt(self) -> str | list[int]:
+        """One text or one list of ids. Raises UsageError for several."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if not prompt:
+            raise UsageError("the prompt is empty", "give at least one token of text")
+        if isinstance(prompt, str):
+            return prompt
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) < len(prompt):
+            raise UsageError("prompt: expected one text or a list of token ids, got several texts")
+        return ids
+
+
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
+
+
+def decode(kind: type[Any], body: bytes) -> Any:
+    """Parse the body of a request. Raises UsageError in one line that names the field."""
+    try:
+        return _DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the request is not valid: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"the request is not JSON: {error}") from None

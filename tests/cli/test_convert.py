@@ -25,7 +25,7 @@ SHOWN = Progress.__call__
 @pytest.fixture
 def calibration(tmp_path: Path) -> list[object]:
     file = tiny_options(tmp_path).calibration
-    return ["--calib", file, "--calib-tokens", 512]
+    return ["--calib", file, "--calib-tokens", 512, "--backend", "cpu"]
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:
@@ -54,8 +54,8 @@ def test_the_document_and_the_report(call, tiny_source, tmp_path, calibration) -
     }
     assert document["synthetic"] is False
     assert document["seconds_per_layer"] > 0
-    assert (document["device_peak_bytes"] is None) == (document["backend"] == "cpu")
-    assert f"backend {document['backend']}: " in err
+    assert (document["backend"], document["device_peak_bytes"]) == ("cpu", None)
+    assert "backend cpu: torch on the CPU" in err
     assert set(document["agreement"]) == {
         "target_original",
         "draft_target",
@@ -114,6 +114,16 @@ def test_exit_codes(call, tiny_source, tmp_path, args, code, reason) -> None:
     found, out, err = call("convert", tiny_source, "-o", tmp_path / "out", *args)
     assert (found, out) == (code, "")
     assert reason in err
+
+
+def test_a_gpu_that_is_not_there_is_4(call, tiny_source, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    args = ("convert", tiny_source, "-o", tmp_path / "out", "--backend")
+    code, out, err = call(*args, "cuda")
+    assert (code, out) == (4, "")
+    assert "backend cuda is not available: torch " in err
+    assert "hint: use --backend auto" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_source(call, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,275 @@
+"""jetson/: the installer against fake boards, the unit and the scripts against their linters."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import boards
+import pytest
+
+SCRIPTS = (
+    "jetson/install.sh", ".ci/run", "tools/check", "tools/check_gpu",
+)  # fmt: skip
+ORIN_JP7 = boards.NX16 | {"l4t": "39.2.0"}
+NVIDIA_TORCH = "2.5.0a0+872d972e41.nv24.08 12.6"
+Install = Callable[..., subprocess.CompletedProcess[str]]
+
+PYTHON = """#!/bin/sh
+case "$*" in
+  *version_info*) echo {version} ;;
+  *"import torch"*) {torch} ;;
+  *ensurepip*) exit {no_venv} ;;
+  *) echo "python $*" >>{log}; exit 1 ;;
+esac
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def install(repository: Path, tmp_path: Path) -> Install:
+    """Run the installer on a board, with a Python and a machine that say what they are told."""
+
+    def install(
+        *args: object,
+        board: dict[str, object] | None = boards.NX16,
+        machine: str = "aarch64",
+        python: str = "3.10",
+        torch: str = "",
+        no_venv: int = 0,
+        dry: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        root = tmp_path / "root"
+        if board is not None and not (root / "etc/nv_tegra_release").exists():
+            boards.make(root, **board)  # type: ignore[arg-type]
+        root.mkdir(exist_ok=True)
+        program(tmp_path / "bin", "uname", f"#!/bin/sh\necho {machine}\n")
+        text = PYTHON.format(
+            version=python, torch=f"echo {torch}" if torch else "exit 1", no_venv=no_venv,
+            log=tmp_path / "log",
+        )  # fmt: skip
+        program(tmp_path / "bin", "python3", text)
+        command = [str(repository / "jetson/install.sh"), "--root", str(root), *map(str, args)]
+        command += ["--dry-run"] if dry else []
+        environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        environment.pop("PYTHON", None)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    return install
+
+
+def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return [
+        line.removeprefix("would run: ")
+        for line in done.stdout.splitlines()
+        if line.startswith("would run")
+    ]
+
+
+def test_torch_that_is_there_is_used_and_held(install: Install, tmp_path: Path) -> None:
+    done = install("--venv", tmp_path / "v", torch=NVIDIA_TORCH)
+    make, pip, program_ = steps(done)
+    assert make.startswith("python3 -m venv --system-site-packages")
+    assert pip.rstrip().endswith("pip install --upgrade pip")
+    assert f"-c {tmp_path / 'v'}/hold.txt -c " in program_
+    assert "constraints-jp6.txt" in program_
+    assert "would hold torch, torchvision, torchaudio, triton and numpy" in done.stdout
+    assert "torch 2.5.0a0+872d972e41.nv24.08 for CUDA 12.6" in done.stderr
+    assert not (tmp_path / "v").exists()
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_wheel_goes_in_before_this_program(install: Install, tmp_path: Path) -> None:
+    wheel = tmp_path / "torch-2.5.0-cp310-cp310-linux_aarch64.whl"
+    wheel.touch()
+    for one in (wheel, "https://example.invalid/torch-2.5.0-cp310-cp310-linux_aarch64.whl"):
+        make, _, torch, this = steps(install("--torch", one))
+        assert "--system-site-packages" not in make
+        assert str(one) in torch.replace("\\", "")
+        assert "convert" in this
+        assert "hold.txt" in this
+
+
+def test_without_torch(install: Install) -> None:
+    *_, this = steps(install("--torch", "none"))
+    assert "convert" not in this
+
+
+@pytest.mark.parametrize("torch", ["", "2.9.1+cpu none", "2.9.1 none"])
+def test_without_a_torch_for_the_gpu_it_asks(install: Install, torch: str) -> None:
+    done = install(torch=torch)
+    assert done.returncode == 4
+    assert "docs.nvidia.com" in done.stderr
+    assert "--torch WHEEL" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("board", "python", "jetpack"),
+    [
+        (boards.NX16, "3.10", 6),
+        (boards.NANO_SUPER, "3.10", 6),
+        (boards.AGX64, "3.10", 6),
+        (boards.THOR, "3.12", 7),
+        (ORIN_JP7, "3.12", 7),
+    ],
+)
+def test_boards(install: Install, board: dict[str, object], python: str, jetpack: int) -> None:
+    done = install("--torch", "none", board=board, python=python)
+    assert f"JetPack {jetpack}" in done.stderr
+    assert f"constraints-jp{jetpack}.txt" in steps(done)[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "said"),
+    [
+        ({"board": None}, 4, "this is no Jetson"),
+        ({"board": boards.NANO}, 4, "older than JetPack 6"),
+        ({"board": boards.NX16 | {"l4t": "40.1.0"}}, 4, "L4T release 40 .* is not known"),
+        ({"machine": "x86_64"}, 4, "expected an aarch64 machine, got x86_64"),
+        ({"python": "3.12"}, 4, "JetPack 6 has Python 3.10, .* is 3.12"),
+        ({"no_venv": 1}, 4, "cannot make virtual environments"),
+    ],
+)
+def test_what_is_refused(install: Install, wrong: dict[str, object], code: int, said: str) -> None:
+    done = install("--torch", "none", **wrong)
+    assert done.returncode == code
+    assert re.search(said, done.stderr)
+    assert "hint: " in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "args", [("--torch",), ("--sun",), ("--jetpack", "5"), ("--torch", "x"), ("--torch", "x.whl"),
+             ("--torch", "none", "--service", "/nowhere")]
+)  # fmt: skip
+def test_usage(install: Install, args: tuple[str, ...]) -> None:
+    done = install(*args)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1
+
+
+def test_force_installs_anywhere(install: Install) -> None:
+    done = install(
+        "--torch", "none", "--force", board=None, machine="x86_64", python="3.11"
+    )  # fmt: skip
+    assert "constraints-jp6.txt" in steps(done)[-1]
+
+
+def test_a_step_that_fails_ends_it(install: Install, tmp_path: Path) -> None:
+    done = install("--torch", "none", "--venv", tmp_path / "v", dry=False)
+    assert done.returncode == 1  # the fake Python makes no environment
+    assert (tmp_path / "log").read_text().count("\n") == 1
+
+
+# ---- the service
+
+
+def test_service(install: Install, repository: Path, tmp_path: Path) -> None:
+    """Its part alone: main without what needs a network."""
+    boards.write(tmp_path / "root", "etc/group", "root:x:0:\nvideo:x:44:\n")
+    model, root = tmp_path / "model", tmp_path / "root"
+    model.mkdir()
+    done = install("--torch", "none", "--service", model)
+    assert f"would write {root}/etc/systemd/system/bitnest-edge.service" in done.stdout
+    assert "groups video" in done.stdout
+    script = (repository / "jetson/install.sh").read_text().removesuffix('main "$@"\n')
+    here = f"here={repository / 'jetson'} root={root} venv=/srv/edge model={model}\n"
+    subprocess.run(["bash", "-c", script + here + "install_service"], check=True, timeout=30)
+    unit = (root / "etc/systemd/system/bitnest-edge.service").read_text()
+    assert "ExecStart=/srv/edge/bin/bitnest-edge serve ${MODEL} $OPTIONS" in unit
+    assert "SupplementaryGroups=video\n" in unit
+    settings = root / "etc/bitnest-edge/serve.env"
+    assert settings.read_text() == f"MODEL={model}\nOPTIONS=\n"
+    settings.write_text("MODEL=/mine\nOPTIONS=--port 9\n")
+    subprocess.run(["bash", "-c", script + here + "install_service"], check=True, timeout=30)
+    assert settings.read_text() == "MODEL=/mine\nOPTIONS=--port 9\n"
+
+
+@pytest.fixture
+def unit(repository: Path, tmp_path: Path) -> Path:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze on PATH")
+    text = (repository / "jetson/bitnest-edge.service").read_text()
+    file = tmp_path / "bitnest-edge.service"
+    file.write_text(text.replace("/opt/bitnest-edge/bin/bitnest-edge", sys.executable))
+    return file
+
+
+def test_systemd_takes_the_unit(unit: Path) -> None:
+    def verify() -> tuple[int, str]:
+        done = subprocess.run(
+            ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+        )
+        own = [line for line in done.stderr.splitlines() if unit.name in line]
+        return done.returncode, "\n".join(own)
+
+    assert verify() == (0, "")
+    unit.write_text(unit.read_text() + "[Service]\nMemoryMaximum=1\n")
+    assert "MemoryMaximum" in verify()[1]  # it looks
+
+
+def test_the_unit_is_hardened(unit: Path) -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(unit)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze cannot look at a file")
+    assert done.returncode == 0, done.stdout[-200:]  # 2.5 of 10 or less
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shellcheck(repository: Path, script: str, give_up: Callable[[str, str], None]) -> None:
+    if shutil.which("shellcheck") is None:
+        give_up("shellcheck", "no shellcheck on PATH: apt-get install shellcheck")
+    done = subprocess.run(
+        ["shellcheck", str(repository / script)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_constraints_name_what_is_installed_and_no_torch(repository: Path) -> None:
+    project = (repository / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert block
+    needed = set(re.findall(r'"([A-Za-z0-9_-]+)', block[1]))
+    for extra in ("convert", "serve", "chat"):
+        line = re.search(rf"^{extra} = \[(.*?)\]", project, re.MULTILINE)
+        assert line
+        needed |= set(re.findall(r'"([A-Za-z0-9_-]+)', line[1]))
+    needed = {name.lower().replace("_", "-") for name in needed} - {"torch"}
+    for jetpack in (6, 7):
+        text = (repository / f"jetson/constraints-jp{jetpack}.txt").read_text()
+        pinned = set(re.findall(r"^([a-z0-9-]+)(?:==|<)", text, re.MULTILINE))
+        free = {"numpy", "tomli"} if jetpack == 7 else set()  # tomli: below Python 3.11 alone
+        assert needed - free <= pinned
+        assert not pinned & {"torch", "triton"}
+
+
+def test_the_dockerfile_names_files_that_are_there(repository: Path) -> None:
+    text = (repository / "jetson/Dockerfile").read_text()
+    assert re.search(
+        r"^ARG BASE=nvcr\.io/nvidia/l4t-jetpack:r36\.\d\.\d\nFROM \$\{BASE\}", text, re.M
+    )
+    assert "jetson/install.sh" in text
+    users = re.findall(r"^USER (\w+)", text, re.MULTILINE)
+    assert users == ["bitnest"]  # not root
+    assert not re.search(r"^ADD ", text, re.MULTILINE)

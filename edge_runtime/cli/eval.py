@@ -198,8 +198,14 @@ class Opener:
         )
 
     def __call__(self, name: str) -> Engine:
-        """Open nest, fp or w8a8."""
+        """Open nest, fp, w8a8 or w4a16."""
         asked = self._asked
+        if name == "w4a16":
+            from edge_runtime.cli.convert import require_torch
+            from edge_runtime.evaluate.original import w4a16_engine
+
+            require_torch("view w4a16")
+            return w4a16_engine(self._checkpoint, self._context)
         if name == "w8a8":
             from edge_runtime.evaluate.original import w8a8_engine
 

@@ -121,8 +121,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--views",
         type=VIEWS,
         metavar="V,…",
-        help="Some of fp, w8a8, nest, w8, w4, draft; NAME:POLICY says what is read of the KV cache "
-        "(nest:kv4).  [default: ppl nest,w4; agreement w8a8,nest,w4,draft,draft:kv4; else nest]",
+        help="Some of fp, w8a8, nest, w8, w4, w4a16, draft; NAME:POLICY says what is read of the "
+        "KV cache (nest:kv4).  [default: ppl nest,w4; agreement w8a8,nest,w4,draft,draft:kv4; else "
+        "nest]",
     ),
     original_option,
     click.option(

@@ -1,7 +1,7 @@
-"""Plain W8A8 of the matrices that a checkpoint was made of: the yardstick "b" of a target.
+"""What a checkpoint is compared with: plain W8A8 of its matrices ("b"), and its base at W4A16.
 
-Invariant: only the matrices differ from the checkpoint's target: the same rotations (by the seed in
-the manifest), embedding rows, KV cache, activations and integer arithmetic.
+Invariant: of plain W8A8 only the matrices differ from the checkpoint's target: the same rotations
+(by the seed in the manifest), embedding rows, KV cache, activations and integer arithmetic.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from edge_runtime.convert.nest import rtn8_linear
 from edge_runtime.convert.original import head_matrix, r2_seed
 from edge_runtime.convert.rotate import fuse_layer
 from edge_runtime.convert.source import Source, layer_tensors
+from edge_runtime.convert.wide import wide_model
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.load import load_model, load_tokenizer
@@ -51,6 +52,20 @@ def w8a8_engine(
         draft=DraftChoice(0, "base", "no nested draft in it"),
         backend_why="plain W8A8 has no planes: the definition in torch runs it",
         group_size=G,
+    )
+
+
+def w4a16_engine(checkpoint: Checkpoint, context: int) -> Engine:
+    """Open the base plane with activations and cache that are not quantised."""
+    return Engine(
+        wide_model(checkpoint, context),
+        load_tokenizer(checkpoint),
+        checkpoint.manifest.text,
+        view="fp",
+        context=context,
+        draft=DraftChoice(0, "base", "no nested draft in it"),
+        backend_why="activations that are not quantised run in torch",
+        group_size=checkpoint.manifest.group_size,
     )
 
 

@@ -9,6 +9,7 @@ each view. Every view has a cache of its own; views of one checkpoint share its 
                 the KV cache are quantised as in the target; on the reference backend
     nest, w8    the target; where a model answers, nest drafts and w8 goes one token at a time
     w4          the base plane everywhere, over a cache of its own
+    w4a16       the base plane with activations and cache unquantised, in fp32 torch
     draft       the base plane as it really runs: one row over the cache that the target wrote
 
     NAME:POLICY  (kv8, kv4, recent:N) what it reads of the KV cache: nest:kv4 is a target over KV4
@@ -33,11 +34,11 @@ from edge_runtime.kernels.ops import F32, View
 if TYPE_CHECKING:
     from edge_runtime.decode.request import Result
 
-ViewName = Literal["fp", "w8a8", "nest", "w8", "w4", "draft"]
-NAMES: tuple[ViewName, ...] = ("fp", "w8a8", "nest", "w8", "w4", "draft")
+ViewName = Literal["fp", "w8a8", "nest", "w8", "w4", "w4a16", "draft"]
+NAMES: tuple[ViewName, ...] = ("fp", "w8a8", "nest", "w8", "w4", "w4a16", "draft")
 PROGRAMS: dict[str, View] = {"fp": "fp", "w8a8": "w8", "nest": "w8", "w8": "w8", "w4": "w4"}
-PROGRAMS["draft"] = "w4"
-OPENED_AS = {"fp": "fp", "w8a8": "w8a8"}  # the engine that a view runs on: else the checkpoint's
+PROGRAMS |= {"draft": "w4", "w4a16": "fp"}
+OPENED_AS = {n: n for n in ("fp", "w8a8", "w4a16")}  # engines of views: else the checkpoint's
 LOGITS_BYTES = 32 << 20  # of one view's block of logits
 
 
@@ -54,7 +55,7 @@ class ViewSpec:
 
     @property
     def opened_as(self) -> str:
-        """Which engine it runs on: fp, w8a8 or nest."""
+        """Which engine it runs on: fp, w8a8, w4a16 or nest."""
         return OPENED_AS.get(self.name, "nest")
 
 
@@ -66,8 +67,8 @@ def parse_view(text: str) -> ViewSpec:
             f"--views: expected some of {','.join(NAMES)}, got {cut(text)!r}",
             "NAME:POLICY says what is read of the KV cache, for example draft:kv4",
         )
-    if colon and name == "fp":
-        raise UsageError(f"--views {cut(text)}: the cache of fp is not quantised")
+    if colon and name in ("fp", "w4a16"):
+        raise UsageError(f"--views {cut(text)}: the cache of {name} is not quantised")
     return ViewSpec(name, parse_policy(policy) if colon else KV8)
 
 
@@ -152,7 +153,7 @@ class Views:
     """The views of a run, opened when they are first asked for; use as a context manager."""
 
     def __init__(self, open_engine: Callable[[str], Engine]) -> None:
-        """open_engine: opens "nest", "fp" or "w8a8"."""
+        """open_engine: opens "nest", "fp", "w8a8" or "w4a16"."""
         self._open = open_engine
         self._engines: dict[str, Engine] = {}
         self._running: dict[ViewSpec, RunningView] = {}
@@ -167,7 +168,7 @@ class Views:
             engine.close()
 
     def engine(self, name: str) -> Engine:
-        """Return the engine of nest, fp or w8a8."""
+        """Return the engine of nest, fp, w8a8 or w4a16."""
         if name not in self._engines:
             self._engines[name] = self._open(name)
         return self._engines[name]
@@ -176,7 +177,7 @@ class Views:
         """Return a view."""
         if spec not in self._running:
             first = self.engine(spec.opened_as)
-            plain = spec.name in ("nest", "fp", "w8a8") and spec.policy == KV8
+            plain = spec.name in ("nest", *OPENED_AS) and spec.policy == KV8
             self._running[spec] = RunningView(spec, first if plain else beside(first, spec))
         return self._running[spec]
 

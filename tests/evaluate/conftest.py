@@ -15,7 +15,7 @@ from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
-from edge_runtime.evaluate.original import w8a8_engine
+from edge_runtime.evaluate.original import w4a16_engine, w8a8_engine
 from edge_runtime.evaluate.views import Views
 from edge_runtime.format.reader import Checkpoint
 
@@ -57,6 +57,8 @@ def open_tiny(tiny_checkpoint: Path, tiny_source: Path) -> Callable[[str, str], 
         checkpoint = Checkpoint(tiny_checkpoint)
         if name == "nest":
             return Engine.open(checkpoint, backend=backend, ctx=CONTEXT)
+        if name == "w4a16":
+            return w4a16_engine(checkpoint, CONTEXT)
         source = open_source(tiny_source)
         if name == "w8a8":
             return w8a8_engine(checkpoint, source, CONTEXT)

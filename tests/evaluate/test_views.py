@@ -83,6 +83,14 @@ def test_w8a8_is_close_and_is_not_the_target(views: Views) -> None:
     assert 0 < error < scalar_ops.rms_ratio(target, original) < 0.12
 
 
+def test_w4a16_is_the_base_without_rounded_activations(views: Views) -> None:
+    wide, base, original = (rows(views, name) for name in ("w4a16", "w4", "fp"))
+    error = scalar_ops.rms_ratio(base, wide)
+    assert 0 < error < 0.5 * scalar_ops.rms_ratio(wide, original)
+    with pytest.raises(UsageError, match="is not quantised"):
+        parse_view("w4a16:kv4")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_answers(views: Views, temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=5)

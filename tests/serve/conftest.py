@@ -1,0 +1,78 @@
+"""A server over a tiny model, on a free port, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import tiny_checkpoints
+import uvicorn
+
+from edge_runtime import Engine
+from edge_runtime.serve.app import Settings, make_app
+from edge_runtime.serve.worker import Worker
+
+CONTEXT = 256
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("serve")
+    path = tiny_checkpoints.convert_tiny(folder, "llama", max_position_embeddings=CONTEXT)
+    with Engine.open(path, backend="reference", ctx=CONTEXT, draft=4) as opened:
+        yield opened
+
+
+@dataclass
+class Running:
+    """A server that runs. url: without a path."""
+
+    url: str
+    worker: Worker
+    server: uvicorn.Server
+    thread: threading.Thread
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(**({"base_url": self.url, "timeout": 60} | options))
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Running]]:
+    """Start servers; they are stopped at the end of the test."""
+    started: list[Running] = []
+
+    def start(engine: Any, **settings: Any) -> Running:
+        chosen = Settings(**({"model": MODEL, "power": "none"} | settings))
+        worker = Worker(engine, chosen.max_queue)
+        config = uvicorn.Config(
+            make_app(worker, chosen), port=0, log_config=None, lifespan="on",
+            timeout_graceful_shutdown=20,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        started.append(Running(f"http://127.0.0.1:{port}", worker, server, thread))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.stop()
+
+
+@pytest.fixture
+def running(engine: Engine, serve: Callable[..., Running]) -> Running:
+    return serve(engine)

@@ -1,0 +1,262 @@
+"""The API as its own client library sees it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from edge_runtime import Engine, Sampling
+
+from .conftest import MODEL, Running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello, world"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
+
+
+@pytest.fixture
+def api(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_an_answer_is_the_engines(api: openai.OpenAI, engine: Engine) -> None:
+    got = api.chat.completions.create(**GREEDY, max_tokens=20)
+    want = engine.generate(MESSAGES, max_new_tokens=20).complete()
+    assert got.choices[0].message.content == want.text
+    assert got.choices[0].finish_reason == "length"
+    assert got.usage is not None
+    assert got.usage.prompt_tokens == want.prompt_tokens
+    assert got.usage.completion_tokens == want.new_tokens == 20
+    assert [m.id for m in api.models.list()] == [MODEL]
+    assert api.models.retrieve(MODEL).id == MODEL
+
+
+def test_the_target_alone_says_the_same(api: openai.OpenAI, engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "max_tokens": 24}
+    got = api.chat.completions.create(model=MODEL, messages=MESSAGES, **options)
+    plain = engine.generate(
+        MESSAGES, max_new_tokens=24, sampling=Sampling(temperature=0.9, top_p=0.95, seed=5),
+        draft_source=None, logprobs=0,
+    )  # fmt: skip
+    assert got.choices[0].message.content == plain.complete().text
+
+
+@pytest.mark.parametrize("stop", [None, "e", ["zz", "th"], "\n"])
+def test_a_stream_is_the_whole_answer(api: openai.OpenAI, stop: Any) -> None:
+    """Random tokens of all bytes: half characters, stop strings across tokens."""
+    for seed in range(12):
+        options: dict[str, Any] = {"seed": seed, "stop": stop, "max_tokens": 40}
+        options |= {"model": MODEL, "messages": MESSAGES, "temperature": 1.5}
+        whole = api.chat.completions.create(**options)
+        pieces, ends, usage = [], [], None
+        for chunk in api.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                pieces.append(choice.delta.content or "")
+                ends += [choice.finish_reason] if choice.finish_reason else []
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert ends == [whole.choices[0].finish_reason]
+        assert usage is not None
+        assert whole.usage is not None
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        for text in [stop] if isinstance(stop, str) else stop or []:
+            assert text not in "".join(pieces)
+
+
+def test_completions(api: openai.OpenAI, engine: Engine) -> None:
+    want = engine.generate("The first", max_new_tokens=9).complete()
+    for prompt in ("The first", ["The first"], engine.encode_text("The first")):
+        got = api.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=9, logprobs=2
+        )
+        assert got.choices[0].text == want.text
+        told = got.choices[0].logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.top_logprobs is not None
+        assert told.token_logprobs is not None
+        assert len(told.tokens) == len(told.top_logprobs) == 9
+        assert told.token_logprobs[0] == max(told.top_logprobs[0].values())
+    pieces = api.completions.create(
+        model=MODEL, prompt="The first", temperature=0, max_tokens=9, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in pieces) == want.text
+
+
+def test_log_probabilities(api: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**GREEDY, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    got = api.chat.completions.create(**options)
+    told = got.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert len(told.content) == 6
+    for entry in told.content:
+        assert entry.logprob == max(other.logprob for other in entry.top_logprobs)
+        assert sum(math.exp(other.logprob) for other in entry.top_logprobs) <= 1
+        assert bytes(entry.bytes or []).decode("utf-8", "replace") == entry.token
+    streamed = [
+        entry
+        for chunk in api.chat.completions.create(**options, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert streamed == told.content
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "kind": {"enum": ["a", "bc"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema(api: openai.OpenAI) -> None:
+    """A random model obeys it, however much is drafted."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    finished = 0
+    for seed in range(6):
+        got = api.chat.completions.create(
+            model=MODEL, messages=MESSAGES, seed=seed, max_tokens=120, response_format=form
+        )
+        if got.choices[0].finish_reason == "stop":
+            found = json.loads(got.choices[0].message.content or "")
+            assert isinstance(found["n"], int)
+            assert found["kind"] in ("a", "bc")
+            finished += 1
+    assert finished
+
+
+def raw(running: Running, path: str, body: Any, **options: Any) -> httpx.Response:
+    with running.client() as client:
+        if isinstance(body, bytes):
+            headers = {"content-type": "application/json"}
+            return client.post(path, content=body, headers=headers, **options)
+        return client.post(path, json=body, **options)
+
+
+@pytest.mark.parametrize(("change", "status", "says"), [
+    ({"model": "other"}, 404, "the model 'other' is not here"),
+    ({"messages": []}, 400, "length >= 1"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "mood"),
+    ({"temprature": 1}, 400, "temprature"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"n": 2}, 400, "`n` is not supported beyond 1"),
+    ({"logit_bias": {"5": 1}}, 400, "`logit_bias` is not supported"),
+    ({"top_logprobs": 2}, 400, "needs `logprobs`"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"stop": [""]}, 400, "not empty"),
+    ({"stop": ["x"] * 17}, 400, "stop"),
+    ({"seed": -1}, 400, "seed"),
+    ({"messages": [{"role": "user", "content": "word " * 400}]}, 400, "the context holds 256"),
+    ({"response_format": {"type": "json_schema"}}, 400, "json_schema goes with"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}},
+     400, "response_format"),
+    ({"chat_template_kwargs": {"tools": []}}, 400, "may not hold tools"),
+])  # fmt: skip
+def test_what_is_refused(running: Running, change: Any, status: int, says: str) -> None:
+    for stream in (False, True):
+        got = raw(running, "/v1/chat/completions", GREEDY | {"stream": stream} | change)
+        assert got.status_code == status
+        error = got.json()["error"]
+        assert says in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"{}", b"[" * 9000])
+def test_bodies_that_are_none(running: Running, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        got = raw(running, path, body)
+        assert got.status_code == 400
+        assert got.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_ask_for_nothing(running: Running) -> None:
+    more = {
+        "n": 1, "user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {},
+        "frequency_penalty": 0, "tool_choice": "auto", "stop": None, "stream": None,
+        "response_format": {"type": "text"}, "parallel_tool_calls": True, "seed": None,
+    }  # fmt: skip
+    got = raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 2} | more)
+    assert got.status_code == 200, got.text
+
+
+def test_other_paths_and_methods(running: Running) -> None:
+    with running.client() as client:
+        for got, status in (
+            (client.get("/v1/nothing"), 404),
+            (client.get("/v1/chat/completions"), 405),
+            (client.get("/v1/models/other"), 404),
+            (client.post("/v1/completions", content=b"{}"), 415),
+        ):
+            assert got.status_code == status
+            assert got.json()["error"]["message"]
+        assert client.get("/health").json() == {"status": "ok", "model": MODEL}
+        page = client.get("/")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert client.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+def test_metrics(running: Running) -> None:
+    raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 9})
+    with running.client() as client:
+        text = client.get("/metrics").text
+        assert 'bitnest_edge_requests_total{end="length"} 1.0' in text
+        assert "bitnest_edge_new_tokens_total 9.0" in text
+        assert "watts" not in text  # there is no source
+        gauges = client.get("/metrics", params={"format": "json"}).json()
+    assert gauges["new_tokens"] == 9
+    assert gauges["context"] == 256
+    assert gauges["tok_s"] > 0
+
+
+def test_a_prompt_before_it_is_not_read_again(running: Running) -> None:
+    first = raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 4}).json()
+    said = first["choices"][0]["message"]["content"]
+    turns = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
+    second = raw(running, "/v1/chat/completions", GREEDY | {"messages": turns, "max_tokens": 4})
+    cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["prompt_tokens"]
+
+
+def test_the_key(engine: Engine, serve: Callable[..., Running]) -> None:
+    running = serve(engine, key="the-key-of-this-test", hosts=None)
+    path, body = "/v1/chat/completions", GREEDY | {"max_tokens": 1}
+    for given, status in (
+        (None, 401), ("Bearer x", 401), ("the-key-of-this-test", 401),
+        ("Bearer the-key-of-this-test", 200),
+    ):  # fmt: skip
+        headers = {} if given is None else {"authorization": given}
+        got = raw(running, path, body, headers=headers)
+        assert got.status_code == status, given
+    with running.client() as client:
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:8080", 200), ("evil.example", 403),
+    ("localhost.evil.example", 403), ("", 403),
+])  # fmt: skip
+def test_names_of_the_host(running: Running, host: str, status: int) -> None:
+    """A page of another site that had its name point here gets nothing."""
+    with running.client() as client:
+        assert client.get("/health", headers={"host": host}).status_code == status
+
+
+def test_large_requests(engine: Engine, serve: Callable[..., Running]) -> None:
+    running = serve(engine, max_body_bytes=4096)
+    got = raw(running, "/v1/chat/completions", GREEDY | {"user": "x" * 5000})
+    assert got.status_code == 413
+    assert "at most 4096 bytes" in got.json()["error"]["message"]

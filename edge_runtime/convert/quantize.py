@@ -31,7 +31,7 @@ MULT_MAX = 32767
 BASE_SWEEPS, REFINE_SWEEPS = 0, 3
 _CHUNK_VALUES = 1 << 20  # weights of one row chunk: bounds the scratch memory of a thread
 _CHUNK_ROWS = 256  # at least: a chunk reads the whole factor
-DEVICE_VALUES = 1 << 26  # of a chunk on a device, where chunks follow each other
+DEVICE_VALUES = 3 << 25  # of a chunk on a device, where chunks follow each other
 
 
 class Scales(NamedTuple):

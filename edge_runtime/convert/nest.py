@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.convert import quantize
-from edge_runtime.convert.gptq import factor_hessian
+from edge_runtime.convert.gptq import TARGET_DAMPING, factor_hessian
 from edge_runtime.kernels import pack
 from edge_runtime.kernels.reference.linear import ExactLinear
 
@@ -114,19 +114,22 @@ def nest_matrix(
     started = time.perf_counter()
     G = recipe.group_size
     needs_factor = recipe.base == "gptq" or recipe.refine == "gptq"
-    factor = factor_hessian(H, name=name) if needs_factor and H is not None else None
+    draft = target = None
+    if needs_factor and H is not None:
+        draft = factor_hessian(H, name=name)
+        target = factor_hessian(H, name=name, least=TARGET_DAMPING)
     mult, scale = quantize.fit_scales(W, G, name=name)
     q4 = quantize.solve_base(
-        W, factor, mult, scale, G, bound=recipe.bound, method=recipe.base, name=name
+        W, draft, mult, scale, G, bound=recipe.bound, method=recipe.base, target=target, name=name
     )
-    refined = quantize.solve_refine(W, factor, q4, mult, scale, G, method=recipe.refine, name=name)
+    refined = quantize.solve_refine(W, target, q4, mult, scale, G, method=recipe.refine, name=name)
     nested = Nested(q4=q4, qr=refined.codes, mult=mult, scale=scale, bias=bias, group_size=G)
     row: dict[str, Any] = {
         "name": name,
         "shape": list(W.shape),
         "clipped_share": refined.clipped,
-        "damping": factor.damping if factor else 0.0,
-        "dead_inputs": factor.dead if factor else 0,
+        "damping": target.damping if target else 0.0,
+        "dead_inputs": target.dead if target else 0,
     }
     if H is not None:
         for view in ("w4", "w8"):

@@ -5,11 +5,11 @@ form: the refinement scale of group g in row n is m[n, g] · S[n], exactly, with
 and S fp32; the base scale is 16 times that. The base is never changed by the refinement.
 
 How: s4 = -w/8 for the weight w of largest magnitude in the group, so that w maps to the code -8.
-Both passes solve with `gptq.py`. The base keeps t within `bound` base
-steps of the original weight (bounded GPTQ): a free base strays so far that the refinement cannot
-reach back. The refinement is the same pass over w - q4·s4 with scale s4/16 and the box of legal
-nibbles. Sources: bitnest paper A.1 (equations 5 to 10; "closed" is equation 9), GPTQ (Frantar et
-al. 2022); the bound, the box and the figures behind both are in tools/LOG.md.
+Both passes solve with `gptq.py`. The base is chosen with the refinement in sight: a free base
+strays so far that the refinement cannot reach back; `bound` says how much of that a better draft
+is worth. The refinement is a pass over w - q4·s4 with scale s4/16 and the box of legal nibbles.
+Sources: bitnest paper A.1 (equations 5 to 10; "closed" is equation 9), GPTQ (Frantar et al. 2022);
+the figures behind the bound and the box are in tools/LOG.md.
 
 It does not search for clipping scales (harmful to the target) and does not reorder columns.
 """
@@ -22,13 +22,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from edge_runtime.convert.gptq import HessianFactor, reciprocal, solve_columns
+from edge_runtime.convert.gptq import HessianFactor, reciprocal, solve_columns, solve_nested
 from edge_runtime.errors import CheckpointError
 
 MULT_MAX = 32767
-# Sweeps of coordinate descent after the greedy pass. The refinement gains a point of target
-# agreement by them; on the base they win two for the draft and cost the target one (tools/LOG.md).
-BASE_SWEEPS, REFINE_SWEEPS = 0, 3
+BASE_SWEEPS, REFINE_SWEEPS = 2, 3  # of coordinate descent after the greedy pass (tools/LOG.md)
 _CHUNK_VALUES = 1 << 20  # weights of one row chunk: bounds the scratch memory of a thread
 _CHUNK_ROWS = 256  # at least: a chunk reads the whole factor
 DEVICE_VALUES = 3 << 25  # of a chunk on a device, where chunks follow each other
@@ -76,31 +74,36 @@ def solve_base(
     bound: float | None = 0.25,
     method: Literal["gptq", "rtn"] = "gptq",
     sweeps: int = BASE_SWEEPS,
+    target: HessianFactor | None = None,
     name: str = "",
 ) -> torch.Tensor:
     """Return the base codes q4 int8 [N, Kp] in [-8, 7] of W [N, K].
 
-    "gptq" keeps the value that is rounded within `bound` base steps of the original weight (None:
-    no limit); "rtn" rounds to nearest and needs no factor. Groups with m = 0 and padding get 0.
+    "gptq" lets the target miss about `bound` base steps for the draft's sake (None: any number;
+    the base is solved alone, once); "rtn" rounds to nearest and needs no factor. `target` is the
+    factor that the refinement will be solved with, if it is another. Groups with m = 0 and padding
+    get 0.
     """
     _check_finite(W, name)
     q4 = torch.zeros(W.shape[0], mult.shape[1] * G, dtype=torch.int8, device=W.device)
 
     def solve(rows: slice) -> int:
         scale = 16 * _scales(mult[rows], row_scale[rows])
-        T = _steps(W[rows], scale, G)
         if method == "rtn" or bound == 0:
-            q4[rows, : W.shape[1]] = T.round_().clamp_(-8, 7)
+            q4[rows, : W.shape[1]] = _steps(W[rows], scale, G).round_().clamp_(-8, 7)
             return 0
         assert factor is not None, "gptq needs a Hessian"
-        far = torch.inf if bound is None else bound
-        # rounding is monotone: bound the code instead of the value
-        low = (T - far).round_().clamp_(-8, 7).to(torch.int8)
-        high = T.add_(far).round_().clamp_(-8, 7).to(torch.int8)
-        del T
-        q4[rows, : W.shape[1]], moved = solve_columns(
-            W[rows].float(), scale, low, high, factor, G, sweeps
+        part = W[rows].float()
+        if bound is not None:
+            q4[rows, : W.shape[1]] = solve_nested(
+                part, scale, factor, target or factor, G, bound, sweeps
+            )
+            return 0
+        low, high = (
+            torch.full((), limit, dtype=torch.int8, device=W.device).expand_as(part)
+            for limit in (-8, 7)
         )
+        q4[rows, : W.shape[1]], moved = solve_columns(part, scale, low, high, factor, G, 0)
         return moved
 
     _each_chunk(W, solve)

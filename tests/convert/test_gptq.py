@@ -5,7 +5,7 @@ import torch
 from hessians import G, draft, make_hessian, make_weights, target
 
 from edge_runtime.convert import quantize as qz
-from edge_runtime.convert.gptq import factor_hessian
+from edge_runtime.convert.gptq import _choose, factor_hessian
 from edge_runtime.errors import CheckpointError
 
 
@@ -42,8 +42,11 @@ def test_singular_hessian(kind: str) -> None:
     q4 = qz.solve_base(W, factor, *scales, G)
     qr = qz.solve_refine(W, factor, q4, *scales, G).codes
     rtn = qz.solve_base(W, None, *scales, G, method="rtn")
-    if kind == "nothing seen":
-        assert torch.equal(q4, rtn)
+    if kind == "nothing seen":  # each weight alone: as near as the refinement reaches
+        s4 = 16 * scales.mult.double() * scales.row_scale.double()[:, None]
+        steps = (W.double() / s4.repeat_interleave(G, 1)).clamp(max=7 + 15 / 32)
+        assert float((q4 - steps).abs().max()) <= 17 / 32 + 1e-6
+        assert float((q4 + qr / 16 - steps).abs().max()) <= 1 / 16
         return
     unit = H / H.diagonal().mean()
     solved, nearest = (qz.relative_error(W, draft(W, q, scales), unit) for q in (q4, rtn))
@@ -59,3 +62,29 @@ def test_damping_is_raised_and_reported() -> None:
     assert factor_hessian(H).damping == 0.01
     with pytest.raises(CheckpointError, match=r"layers\.3\.qkv"):
         factor_hessian(torch.eye(8) - torch.ones(8, 8) * 0.9, name="layers.3.qkv")
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.0625, 0.5])
+def test_choice_of_base_and_code_is_the_best_one_step_away(weight: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wants = torch.rand(4000, generator=generator) * 20 - 10
+    drafts = wants + torch.randn(4000, generator=generator) * 0.4
+    base, code = torch.empty(2, 4000)
+    _choose(drafts, wants, weight, base, code)
+    middle = wants + 1 / 32
+    near = middle.round().clamp(-8, 7)
+    candidates = torch.stack([near - 1, near, near + 1])
+    miss = ((middle - candidates).abs() - 0.5).clamp(min=0)
+    miss[1] = 0  # beyond the ends of the range both have the same target
+    cost = miss.square() + weight * (candidates - drafts).square()
+    cost[(candidates < -8) | (candidates > 7)] = torch.inf
+    inside = wants.abs() < 7  # at the ends the miss is the range's, whatever the base
+    chosen = cost.gather(0, (base - near + 1).long()[None])[0]
+    assert float((chosen - cost.amin(0))[inside].max()) < 1e-5
+    assert bool((base >= -8).all() and (base <= 7).all())
+    refinement = 16 * (code - base)
+    assert torch.equal(refinement, refinement.round())
+    assert bool((refinement >= torch.where(base == -8, 0, -8)).all() and (refinement <= 7).all())
+    reached = (wants - base >= -17 / 32) & (wants - base <= 15 / 32) & (wants > -8)
+    assert float((code - wants)[reached].abs().max()) <= 1 / 32 + 1e-6
+    assert 0.01 < float((base != near)[inside].double().mean()) < 0.5

@@ -1,4 +1,4 @@
-"""Scales, bounded GPTQ base, boxed refinement: the numeric format of the weights."""
+"""Scales, nested base, boxed refinement: the numeric format of the weights."""
 
 import math
 from typing import Literal
@@ -84,19 +84,15 @@ def test_scale_of_extreme_rows(scale: float) -> None:
     assert float(row_scale) != 0 or not q4.any()
 
 
-@pytest.mark.parametrize("bound", [None, 0.25, 0.1])
 @pytest.mark.parametrize("K", [96, 200])
-def test_base_is_textbook_gptq(K: int, bound: float | None) -> None:
+def test_free_base_is_textbook_gptq(K: int) -> None:
     W, H = make_weights(50, K), make_hessian(K)
     scales = qz.fit_scales(W, G)
     s4 = base_scale(scales, K)
-    t0 = W.double() / s4
-    low, high = torch.full_like(t0, -8), torch.full_like(t0, 7)
-    if bound is not None:
-        low, high = (t0 - bound).round().clamp(-8, 7), (t0 + bound).round().clamp(-8, 7)
-    q4 = qz.solve_base(W, factor_hessian(H), *scales, G, bound=bound, sweeps=0)
+    low = torch.full_like(s4, -8)
+    q4 = qz.solve_base(W, factor_hessian(H), *scales, G, bound=None)
     # fp32 against fp64: a value at a rounding boundary may go the other way and drag a few along
-    agree = (q4[:, :K] == textbook_gptq(W, H, s4, low, high)).double().mean()
+    agree = (q4[:, :K] == textbook_gptq(W, H, s4, low, low + 15)).double().mean()
     assert float(agree) > 0.995
 
 
@@ -118,11 +114,9 @@ def test_every_sweep_lowers_the_error() -> None:
     W, H = make_weights(50, 200), make_hessian(200)
     factor, scales = factor_hessian(H), qz.fit_scales(W, G)
     damped = H + factor.damping * H.diagonal().mean() * torch.eye(200)
-    t0 = (W.double() / base_scale(scales, 200)).clamp(-8.25, 7.25)
     base_errors, target_errors = [], []
     for sweeps in (0, 1, 2, 4):
         q4 = qz.solve_base(W, factor, *scales, G, sweeps=sweeps)
-        assert float((q4[:, :200] - t0).abs().max()) <= 0.75 + 1e-9
         draft = qz.dequantize(16 * q4.short(), *scales, G, 200)
         base_errors.append(qz.relative_error(W, draft, damped))
         fixed = qz.solve_base(W, factor, *scales, G, sweeps=0)
@@ -135,13 +129,20 @@ def test_every_sweep_lowers_the_error() -> None:
         assert errors[-1] < 0.95 * errors[0]
 
 
-@pytest.mark.parametrize("delta", [0.1, 0.25, 0.5])
-def test_base_stays_within_its_bound(delta: float) -> None:
-    W, H = make_weights(64, 128), make_hessian(128)
-    scales = qz.fit_scales(W, G)
-    q4 = qz.solve_base(W, factor_hessian(H), *scales, G, bound=delta)
-    t0 = (W.double() / base_scale(scales, 128)).clamp(-8 - delta, 7 + delta)
-    assert float((q4 - t0).abs().max()) <= 0.5 + delta + 1e-9
+def test_bound_trades_target_for_draft() -> None:
+    W, H = make_weights(64, 256), make_hessian(256, samples=2000)
+    factor, scales = factor_hessian(H), qz.fit_scales(W, 64)
+    drafts, targets, clipped = [], [], []
+    for bound in (0.05, 0.15, 0.3, 0.6):
+        q4 = qz.solve_base(W, factor, *scales, 64, bound=bound)
+        refined = qz.solve_refine(W, factor, q4, *scales, 64)
+        drafts.append(qz.relative_error(W, draft(W, q4, scales, 64), H))
+        targets.append(qz.relative_error(W, target(W, q4, refined.codes, scales, 64), H))
+        clipped.append(refined.clipped)
+    assert drafts == sorted(drafts, reverse=True)
+    assert targets == sorted(targets)
+    assert clipped == sorted(clipped)
+    assert clipped[0] < 0.02 < clipped[-1]
 
 
 def test_bound_zero_is_round_to_nearest() -> None:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from edge_runtime.chat import render, saved
 from edge_runtime.errors import UsageError
 from edge_runtime.paths import usable
@@ -26,9 +28,9 @@ NAMES = (
 THINKING = {"on": True, "off": False, "auto": None}
 HELP = '''\
 /help, /?        this list
-/system TEXT     set the system prompt; "" for the model's own; without TEXT show it
-/set NAME VALUE  set temp, top-p, top-k, min-p, seed, new-tokens …; VALUE may be default;
-                 without VALUE show it, without NAME show all
+/system TEXT     set the system prompt; "" for the model's own; no TEXT: show it
+/set NAME VALUE  set temp, top-p, top-k, min-p, seed, new-tokens and others, or one
+                 to its `default`; no VALUE: show it, no NAME: show all
 /think on|off    let the model think first, or not; auto: as it does by itself
 /regen           another answer to the last message
 /undo            take the last message and its answer back
@@ -129,13 +131,13 @@ class Commands:
         if not rest:
             raise UsageError("/save: expected a file", "write /save FILE")
         path = usable(os.path.expanduser(rest))
-        turns = [saved.Turn(m["role"], m["content"]) for m in session.messages]  # type: ignore[arg-type]
+        said = [m for m in session.messages if m["role"] != "system"]
         document = saved.SavedChat(
             model=chat.model,
             system=session.system,
             thinking=session.thinking,
             settings=dict(chat.settings.values),
-            messages=[turn for turn in turns if turn.role in ("user", "assistant")],
+            messages=msgspec.convert(said, list[saved.Turn]),
         )
         saved.save(path, document)
         self._say(f"Saved {_turns(session.num_turns)} to {path}.")

@@ -137,8 +137,8 @@ class TurnEnergy:
         except PowerUnavailable as error:
             self._fail(error)
             return
-        self._begun_s, self._waiting_s = time.monotonic(), 0.0
         self._start()
+        self._begun_s = self._waiting_s = time.monotonic()
 
     def _start(self) -> None:
         if self._meter is None:

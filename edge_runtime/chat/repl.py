@@ -23,8 +23,8 @@ from edge_runtime.chat.lines import FENCE, Reader, without_fences
 from edge_runtime.chat.saved import ModelName
 from edge_runtime.chat.settings import Settings
 from edge_runtime.chat.throttle import ThrottleWatch
-from edge_runtime.decode.request import Result, Token
-from edge_runtime.decode.session import Session
+from edge_runtime.decode.request import Result
+from edge_runtime.decode.session import Session, Tokens
 from edge_runtime.errors import BitnestError
 
 HOW_TO_LEAVE = "To leave: /exit or Ctrl-D."
@@ -119,7 +119,7 @@ class Repl:
 
     # ----
 
-    def _show(self, tokens: Iterator[Token]) -> None:
+    def _show(self, tokens: Tokens) -> None:
         """Show an answer as it comes, and its figures."""
         session = self.session
         writer = render.TextWriter(sys.stdout, dims=session.can_think)
@@ -130,7 +130,11 @@ class Repl:
             writer.interject(lambda: self.say(line))
 
         try:
-            with StopOnInterrupt(session.cancel), self._throttle.during(told_beside):
+            with (
+                contextlib.closing(tokens),  # a turn that is broken off ends here, not later
+                StopOnInterrupt(session.cancel),
+                self._throttle.during(told_beside),
+            ):
                 render.stream_answer(tokens, writer)
         except KeyboardInterrupt:
             writer.end()

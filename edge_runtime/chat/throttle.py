@@ -12,7 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edge_runtime.profiles.detect import detect, over_current, temperatures_c, throttling
+from edge_runtime.machine import read
+from edge_runtime.profiles.detect import (
+    over_current,
+    temperatures_c,
+    throttling,
+    why_no_jetson,
+)
 
 EVERY_S = 0.5
 # which guards the counters stand for: board_checks.over_current
@@ -32,7 +38,8 @@ class ThrottleWatch:
         self._alerts: set[str] = set()
         self._counts: dict[str, int] = {}
         self._told: set[str] = set()
-        self.is_jetson = detect(root).is_jetson
+        model, release = read(root / "proc/device-tree/model"), read(root / "etc/nv_tegra_release")
+        self.is_jetson = why_no_jetson(root, model, release) is None
         if self.is_jetson:
             self._counts = over_current(root) or {}
 

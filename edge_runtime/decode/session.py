@@ -9,7 +9,7 @@ another answer, turns taken back and turns dropped alike.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from edge_runtime.decode.engine import Engine
@@ -18,6 +18,7 @@ from edge_runtime.decode.request import Result, Token
 from edge_runtime.errors import UsageError
 
 Message = dict[str, str]
+Tokens = Generator[Token, None, None]
 
 
 class Session:
@@ -39,7 +40,7 @@ class Session:
 
     # ---- turns
 
-    def ask(self, text: str, *, drop: int = 0, **options: Any) -> Iterator[Token]:
+    def ask(self, text: str, *, drop: int = 0, **options: Any) -> Tokens:
         """Yield the answer to a user message; options as for `Engine.generate`.
 
         The turn is added to `messages` when the answer ends: by itself, by `cancel`, by a deadline,
@@ -49,7 +50,7 @@ class Session:
         """
         yield from self._answer(text, self._kept(self.messages, drop), options)
 
-    def ask_again(self, *, drop: int = 0, **options: Any) -> Iterator[Token]:
+    def ask_again(self, *, drop: int = 0, **options: Any) -> Tokens:
         """Yield another answer to the last message, in place of the one that is there.
 
         As `ask`; where that one fails or is stopped before its first word, the old answer stays.
@@ -150,7 +151,7 @@ class Session:
 
     # ----
 
-    def _answer(self, text: str, kept: list[Message], options: dict[str, Any]) -> Iterator[Token]:
+    def _answer(self, text: str, kept: list[Message], options: dict[str, Any]) -> Tokens:
         turn = [*kept, _user(text)]
         generation = self.engine.generate(self.prompt(turn), **options)
         self._generation = generation

@@ -89,6 +89,28 @@ def test_ctrl_c_keeps_what_was_said(engine: Engine, capsys, monkeypatch) -> None
     assert "stopped" in err
 
 
+def test_a_second_ctrl_c_breaks_off_and_keeps_what_was_said(
+    engine: Engine, capsys, monkeypatch
+) -> None:
+    shown = render.TextWriter.write
+
+    def write(self: render.TextWriter, text: str) -> None:
+        shown(self, text)
+        if self.num_chars > 3:
+            monkeypatch.setattr(render.TextWriter, "write", shown)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(render.TextWriter, "write", write)
+    repl = make_repl(engine, new_tokens=200, ignore_eos=True)
+    repl.turn("hello")
+    out, err = capsys.readouterr()
+    assert "Broken off; what was said is kept." in err
+    assert repl.session.messages[-1]["content"] == out.removesuffix("\n")
+    repl.turn("the world")  # and the engine is free
+    assert repl.session.num_turns == 2
+
+
 def test_commands(engine: Engine, capsys) -> None:
     session = chat(
         engine, "/help", "/stats", "hello", "/stats", "/system be brief", "/system", "", "  ",

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import click
 import pytest
-
-ENTER = "import sys\nfrom edge_runtime.cli import main\nmain(sys.argv[1:])"
 
 
 def test_the_end_of_input_is_no_error(call, tiny_checkpoint: Path) -> None:
@@ -51,76 +43,47 @@ def test_usage(call, tiny_checkpoint: Path, args: tuple[str, ...]) -> None:
     assert "error:" in err
 
 
-class Terminal:
-    """A chat in a child process that sees a terminal."""
-
-    def __init__(self, *args: object) -> None:
-        self._fd, child = pty.openpty()
-        environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ENTER, *map(str, args)],
-            stdin=child,
-            stdout=child,
-            stderr=child,
-            env=environment,
-            start_new_session=True,
-        )
-        os.close(child)
-        self.seen = ""
-        self._new = ""
-
-    def until(self, text: str, *, interrupt: bool = False) -> None:
-        """Read on until `text` comes; `interrupt` presses Ctrl-C while it does not."""
-        deadline = time.monotonic() + 60
-        while text not in self._new:
-            assert time.monotonic() < deadline, self.seen
-            if interrupt:
-                self.process.send_signal(signal.SIGINT)
-            if select.select([self._fd], [], [], 1.0)[0]:
-                data = os.read(self._fd, 4096).decode("utf-8", "replace")
-                self.seen += data
-                self._new += data
-        self._new = self._new.partition(text)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def end(self) -> int:
-        code = self.process.wait(60)
-        os.close(self._fd)
-        assert "Traceback" not in self.seen
-        return code
+def test_thinking_of_a_model_without_it_is_refused(call, tiny_checkpoint: Path) -> None:
+    code, out, err = call("chat", tiny_checkpoint, "--once", "hi", "--think", "off")
+    assert (code, out) == (2, "")
+    assert "error: thinking: this model's chat template has no enable_thinking" in err
 
 
-def test_a_conversation_at_a_terminal(tiny_checkpoint: Path) -> None:
-    chat = Terminal("chat", tiny_checkpoint, "-n", 5)
-    chat.until("/help")
-    chat.until(">>> ")
-    chat.until("/exit or Ctrl-D", interrupt=True)
-    for typed, shown in (
-        ("hello", "tok/s"),
-        ('"""one\ntwo"""', "tok/s"),
-        ("/stats", "draft    "),
-        ("/nonsense", "Unknown command /nonsense"),
-    ):
-        chat.until(">>> ")
-        chat.type(typed + "\n")
-        chat.until(shown)
-    chat.until(">>> ")
-    chat.type("\x04")
-    assert chat.end() == 0
+def test_settings_are_the_command_lines(tmp_path: Path) -> None:
+    """Every sampling option is a setting, read and checked as that option."""
+    from edge_runtime.cli.chat import make_settings
+    from edge_runtime.cli.sampling import _OPTIONS
+    from edge_runtime.errors import UsageError
 
+    @click.command()
+    def bare() -> None:
+        pass
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tiny_checkpoint: Path) -> None:
-    # the slow backend: the answer must still be running when Ctrl-C comes
-    args = ("-n", 1900, "--view", "w8", "--backend", "reference")
-    chat = Terminal("chat", tiny_checkpoint, *args)
-    chat.until(">>> ")
-    chat.type("hello world\n")
-    chat.until("hello world\r\n")
-    time.sleep(0.5)
-    chat.process.send_signal(signal.SIGINT)
-    chat.until("ctx ")
-    chat.until(">>> ")
-    chat.type("/exit\n")
-    assert chat.end() == 0
+    for option in reversed(_OPTIONS):
+        bare = option(bare)
+    defaults = bare.make_context("bare", []).params
+    settings = make_settings(defaults)
+    assert {name.replace("-", "_") for name in settings.values} == set(defaults)
+    for name, text, value in (
+        ("temp", "0.7", 0.7), ("top-p", ".9", 0.9), ("top-k", "5", 5), ("min-p", "0.1", 0.1),
+        ("repetition-penalty", "1.1", 1.1), ("presence-penalty", "-1", -1.0), ("seed", "9", 9),
+        ("new-tokens", "3", 3),
+    ):  # fmt: skip
+        settings.set(name, text)
+        assert settings.values[name] == value
+    options = settings.options()
+    assert options["max_new_tokens"] == 3
+    assert (options["sampling"].temperature, options["sampling"].seed) == (0.7, 9)
+    before = dict(settings.values)
+    for name, text in (
+        ("temp", "hot"), ("temp", "-1"), ("temp", "nan"), ("top-p", "0"), ("top-p", "1.5"),
+        ("top-k", "1.5"), ("seed", "-1"), ("seed", str(2**64)), ("new-tokens", "0"),
+        ("min-p", "2"), ("repetition-penalty", "0"), ("presence-penalty", "inf"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            settings.set(name, text)
+        assert "\n" not in caught.value.message
+    assert settings.values == before
+    for name in settings.values:
+        settings.set(name, "default")
+    assert {n.replace("-", "_"): v for n, v in settings.values.items()} == defaults

@@ -108,6 +108,7 @@ class State:
             "busy": self.worker.busy,
             "waiting": self.worker.waiting,
             "new_tokens": totals.new_tokens,
+            "emitted_tokens": self.worker.emitted,
             "weights_bytes": memory["weights_bytes"],
             "kv_bytes": memory["kv_bytes"],
             "rss_bytes": psutil.Process().memory_info().rss,

@@ -49,6 +49,7 @@ class Job:
     make: Callable[[Engine], Generation]
     emit: Callable[[Event], None]  # called from the worker's thread
     queued_s: float = field(default_factory=time.monotonic)
+    emitted: int = 0  # tokens so far
     _generation: Generation | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -71,6 +72,7 @@ class Job:
         if self.cancelled:  # between the two lines above
             generation.cancel()
         for token in generation:
+            self.emitted += 1
             self.emit(token)
         self.emit(generation.result)
         return generation.result
@@ -115,6 +117,7 @@ class Worker:
         self._changed = threading.Condition()
         self._stopping = False
         self._running: Job | None = None
+        self._emitted = 0  # by jobs that have ended
         self._mean_s = USUAL_S
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -149,6 +152,12 @@ class Worker:
         return self._running is not None
 
     @property
+    def emitted(self) -> int:
+        """Tokens of all answers, of the one that runs so far; never fewer than before."""
+        with self._changed:
+            return self._emitted + (0 if self._running is None else self._running.emitted)
+
+    @property
     def stopping(self) -> bool:
         """Whether no new jobs are taken."""
         return self._stopping
@@ -174,7 +183,9 @@ class Worker:
             try:
                 self._run(job)
             finally:
-                self._running = None
+                with self._changed:
+                    self._emitted += job.emitted
+                    self._running = None
 
     def _run(self, job: Job) -> None:
         started, result = time.monotonic(), None

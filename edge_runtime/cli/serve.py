@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,8 @@ def _run(uvicorn: Any, config: Any, name: str) -> None:
                     log.info("%s at http://%s:%d/ (API: /v1)", name, shown, port)
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # uvicorn has handlers of its own while it runs, and sends itself the signal again at its end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         Server(config).run()
     except SystemExit:  # uvicorn's way to say that it could not listen

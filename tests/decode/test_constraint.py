@@ -18,7 +18,7 @@ SAMPLED = Sampling(temperature=0.9, top_k=50, seed=4)
 
 
 class Alternating:
-    """Even ids after an even number of tokens, odd ones after an odd number; seen: every question."""
+    """Even ids after an even number of tokens, else odd ones; seen: every question."""
 
     def __init__(self, num_tokens: int) -> None:
         self._ids = np.arange(num_tokens)

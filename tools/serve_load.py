@@ -1,0 +1,166 @@
+"""Many clients at once against a running server: every answer whole and its own, and in what time.
+
+    bitnest-edge serve MODEL --port 8080 --max-queue 64
+    python tools/serve_load.py http://127.0.0.1:8080 [--clients 64] [--seconds 120] [--prompts 200]
+
+First one client alone, then all of them. Each asks in a loop for the answer to a prompt with a mark
+of its own, streamed or not in turns, greedy: the same prompt has the same answer whoever asks and
+whenever, and a stream joined is the answer that is not streamed. Meanwhile /health is asked. Exit
+1: an answer was cut, mixed with another's or different; a status other than 200 and 429; /health
+took 100 ms or more. The last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+NEW_TOKENS = 24
+TEXTS = (
+    "Write one line about {}.", "用一句话介绍 {}。", "Say {} with three emoji 🚀🙂👨‍👩‍👧.",
+    "Wie heißt {} rückwärts?", "Repeat {} twice, then stop.",
+)  # fmt: skip
+HEALTH_S = 0.1
+
+
+@dataclass
+class Seen:
+    """What clients met. answers: text by prompt; waits: seconds to the end of an answer."""
+
+    answers: dict[str, str] = field(default_factory=dict)
+    waits: list[float] = field(default_factory=list)
+    tokens: int = 0
+    busy: int = 0  # answers 429
+    wrong: list[str] = field(default_factory=list)
+
+
+async def ask(client: httpx.AsyncClient, model: str, prompt: str, stream: bool, seen: Seen) -> None:
+    """One request, compared with what the prompt was answered before."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
+        "max_tokens": NEW_TOKENS, "stream": stream, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    started = time.perf_counter()
+    answer = await client.post("/v1/chat/completions", json=body)
+    if answer.status_code == 429:
+        seen.busy += 1
+        await asyncio.sleep(0.5)
+        return
+    if answer.status_code != 200:
+        seen.wrong.append(f"{answer.status_code}: {answer.text[:200]}")
+        return
+    text, usage, ended = joined(answer.text) if stream else whole(answer.json())
+    seen.waits.append(time.perf_counter() - started)
+    seen.tokens += usage["completion_tokens"]
+    if not ended:
+        seen.wrong.append(f"cut: {prompt!r}")
+    if seen.answers.setdefault(prompt, text) != text:
+        seen.wrong.append(f"{prompt!r}: {text!r} and {seen.answers[prompt]!r}")
+
+
+def whole(body: dict[str, Any]) -> tuple[str, dict[str, int], bool]:
+    """Text, usage and whether it has an end."""
+    choice = body["choices"][0]
+    return choice["message"]["content"], body["usage"], bool(choice["finish_reason"])
+
+
+def joined(text: str) -> tuple[str, dict[str, int], bool]:
+    """The same of a stream."""
+    pieces, usage, ended = [], {"completion_tokens": 0}, False
+    for line in text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            pieces.append(choice["delta"].get("content", ""))
+            ended |= bool(choice["finish_reason"])
+    return "".join(pieces), usage, ended and "data: [DONE]" in text
+
+
+async def clients(url: str, model: str, number: int, seconds: float, prompts: int) -> Seen:
+    """Run so many clients for so long; each ends the request it is at."""
+    seen, end = Seen(), time.monotonic() + seconds
+
+    async def one(place: int) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+            turn = 0
+            while time.monotonic() < end:
+                mark = (place + turn * number) % prompts
+                prompt = TEXTS[mark % len(TEXTS)].format(f"number {mark}")
+                await ask(client, model, prompt, (place + turn) % 2 == 0, seen)
+                turn += 1
+
+    await asyncio.gather(*map(one, range(number)))
+    return seen
+
+
+async def health(url: str, waits: list[float]) -> None:
+    """Ask /health ten times a second until cancelled."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        while True:
+            started = time.perf_counter()
+            (await client.get("/health")).raise_for_status()
+            waits.append(time.perf_counter() - started)
+            await asyncio.sleep(0.1)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One client, then all; the document."""
+    async with httpx.AsyncClient(base_url=options.url) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    waits: list[float] = []
+    asking = asyncio.create_task(health(options.url, waits))
+    speeds: dict[str, float] = {}
+    found: dict[str, Seen] = {}
+    for name, number, seconds in (
+        ("alone", 1, options.seconds / 4), ("together", options.clients, options.seconds),
+    ):  # fmt: skip
+        started = time.monotonic()
+        found[name] = await clients(options.url, model, number, seconds, options.prompts)
+        speeds[name] = found[name].tokens / (time.monotonic() - started)
+    asking.cancel()
+    alone, together = found["alone"], found["together"]
+    differing = [
+        prompt
+        for prompt, text in alone.answers.items()
+        if together.answers.get(prompt, text) != text
+    ]
+    times = sorted(together.waits)
+    return {
+        "clients": options.clients,
+        "answers": len(alone.waits) + len(times),
+        "refused_429": together.busy,
+        "wrong": alone.wrong + together.wrong + differing,
+        "tok_s": speeds,
+        "of_one_client": speeds["together"] / speeds["alone"],
+        "wait_s": {"median": statistics.median(times), "p95": times[int(0.95 * len(times))]},
+        "health_s": {"median": statistics.median(waits), "worst": max(waits)},
+    }
+
+
+def main() -> int:
+    """Command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--prompts", type=int, default=200)
+    document = asyncio.run(measure(parser.parse_args()))
+    for line in document["wrong"][:5]:
+        print(line, file=sys.stderr)
+    print(json.dumps(document, ensure_ascii=False))
+    return int(bool(document["wrong"]) or document["health_s"]["worst"] >= HEALTH_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

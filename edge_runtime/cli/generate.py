@@ -95,8 +95,10 @@ def prompt_cache(engine: Engine, file: Path | None, prompt: Any) -> Iterator[Non
     else:
         prefix.check(engine, file)
     yield
-    if engine.prefix is None:
+    if engine.prefix is None and engine.holds(ids):
         prefix.save(engine, file, ids)
+    elif engine.prefix is None:
+        log.warning("the prompt was not read to its end: it is not kept in %s", file)
 
 
 def split_options(rest: dict[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:

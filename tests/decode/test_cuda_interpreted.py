@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edge_runtime import kernels
+from edge_runtime.decode import prefix
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
 
@@ -55,6 +56,22 @@ def test_the_answer_of_the_reference(
     assert got.token_ids == want.complete().token_ids
     assert (got.backend, got.backend_why) == ("cuda", "in the interpreter")
     assert got.draft["drafted"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_prompts_file_has_the_bytes_of_the_reference(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    reference, beginning = opened("reference", draft="off"), PROMPT[:6]
+    want = reference.generate(PROMPT, max_new_tokens=4, ignore_eos=True).complete().token_ids
+    prefix.save(reference, tmp_path / "reference", beginning)
+    cuda = opened("cuda", draft="2", draft_source="base")
+    prefix.save(cuda, tmp_path / "cuda", beginning)
+    assert (tmp_path / "cuda").read_bytes() == (tmp_path / "reference").read_bytes()
+    prefix.load(cuda, tmp_path / "reference")
+    cuda.reuse([])
+    got = cuda.generate(PROMPT, max_new_tokens=4, ignore_eos=True).complete()
+    assert (got.token_ids, got.cached_tokens) == (want, len(beginning))
 
 
 def test_auto_takes_it(opened: Callable[..., Engine]) -> None:

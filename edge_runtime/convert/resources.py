@@ -61,14 +61,19 @@ def device_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
     """Peak memory of a device: one layer or the head, its Hessians, the calibration's states."""
     sizes = _Sizes(spec, calibration_tokens)
     rotation = spec.hidden_size**2 * 8 * 2
-    chunk = min(sizes.largest, DEVICE_VALUES)
-    factor = sizes.inputs**2 * 30  # H fp32, A, L and a copy of either fp64, pull and coupling fp32
-    solver = sizes.inputs**2 * 12 + chunk * SOLVER_BYTES
     fuse = sizes.layer * 8 + sizes.largest * 8 + rotation  # source and fused, and what is joined
-    nest = sizes.layer * 6 + sizes.hessians + max(factor, solver, sizes.largest * 8)
+    solve = _solving_bytes(sizes.inputs, sizes.largest)
+    nest = sizes.layer * 6 + sizes.hessians + max(solve, sizes.largest * 8)
     views = sizes.layer * 10 + sizes.largest * 20 + sizes.window  # fused, codes, a view that runs
-    table = sizes.head * 12 + rotation + max(factor, solver)
+    table = sizes.head * 12 + rotation + _solving_bytes(spec.hidden_size, sizes.head)
     return int(1.1 * (SCRATCH_BYTES + sizes.states + max(fuse, nest, views, table)))
+
+
+def _solving_bytes(num_inputs: int, num_weights: int) -> int:
+    """What solving a matrix takes: H fp32 and A, L and a copy of either in fp64 beside the draft's
+    factor; then H, pull and coupling of draft and target in fp32 and a chunk."""
+    chunk = min(num_weights, DEVICE_VALUES) * SOLVER_BYTES
+    return max(num_inputs**2 * 38, num_inputs**2 * 20 + chunk)
 
 
 class _Sizes:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,59 @@ def test_a_step_that_fails_ends_it(install: Install, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().count("\n") == 1
 
 
+def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    """A package of one empty module."""
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+        archive.writestr(f"{info}/METADATA", head + needs)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+def shell(repository: Path, settings: str, function: str) -> None:
+    """Run one function of the installer."""
+    script = (repository / "jetson/install.sh").read_text().removesuffix('main "$@"\n')
+    command = f"{script}here={repository / 'jetson'} {settings}\n{function}"
+    subprocess.run(["bash", "-c", command], check=True, timeout=60)
+
+
+def test_pip_never_replaces_torch(repository: Path, tmp_path: Path) -> None:
+    """A newer torch is on offer and something asks for it: pip fails, and torch stays."""
+    folder, venv = tmp_path / "wheels", tmp_path / "v"
+    folder.mkdir()
+    nvidia = wheel(folder, "torch", "2.5.0a0+872d972e41.nv24.08")
+    wheel(folder, "torch", "2.9.0")
+    wheel(folder, "modest", "1", "torch>=2.4")
+    wheel(folder, "greedy", "1", "torch>=2.5")
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=60)
+
+    def pip(*args: object) -> subprocess.CompletedProcess[str]:
+        command = [venv / "bin/python", "-m", "pip", "install", "--no-index", *args]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+        return subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=60,
+            env=environment | {"PIP_CONFIG_FILE": os.devnull},
+        )  # fmt: skip
+
+    assert pip(nvidia).returncode == 0
+    shell(repository, f"venv={venv}", "hold")
+    hold = ("-c", venv / "hold.txt", "--find-links", folder)
+    refused = pip(*hold, "greedy")
+    assert refused.returncode != 0
+    assert "conflict" in refused.stderr
+    assert "Would install" in pip("--dry-run", "--find-links", folder, "greedy").stdout
+    assert pip(*hold, "modest").returncode == 0
+    there = subprocess.run(
+        [venv / "bin/python", "-m", "pip", "list"], capture_output=True, text=True, timeout=60
+    )
+    assert "2.5.0a0+872d972e41.nv24" in there.stdout
+
+
 # ---- the service
 
 
@@ -187,16 +241,15 @@ def test_service(install: Install, repository: Path, tmp_path: Path) -> None:
     done = install("--torch", "none", "--service", model)
     assert f"would write {root}/etc/systemd/system/bitnest-edge.service" in done.stdout
     assert "groups video" in done.stdout
-    script = (repository / "jetson/install.sh").read_text().removesuffix('main "$@"\n')
-    here = f"here={repository / 'jetson'} root={root} venv=/srv/edge model={model}\n"
-    subprocess.run(["bash", "-c", script + here + "install_service"], check=True, timeout=30)
+    settings_of = f"root={root} venv=/srv/edge model={model}"
+    shell(repository, settings_of, "install_service")
     unit = (root / "etc/systemd/system/bitnest-edge.service").read_text()
     assert "ExecStart=/srv/edge/bin/bitnest-edge serve ${MODEL} $OPTIONS" in unit
     assert "SupplementaryGroups=video\n" in unit
     settings = root / "etc/bitnest-edge/serve.env"
     assert settings.read_text() == f"MODEL={model}\nOPTIONS=\n"
     settings.write_text("MODEL=/mine\nOPTIONS=--port 9\n")
-    subprocess.run(["bash", "-c", script + here + "install_service"], check=True, timeout=30)
+    shell(repository, settings_of, "install_service")
     assert settings.read_text() == "MODEL=/mine\nOPTIONS=--port 9\n"
 
 

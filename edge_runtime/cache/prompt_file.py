@@ -88,7 +88,10 @@ class PromptFile:
         """Read all of it once. Raises CheckpointError with what differs."""
         self.path, self._geometry = path, geometry
         if not path.is_file():
-            raise CheckpointError(f"{path}: expected a file with a prompt's cache, got none")
+            raise CheckpointError(
+                f"{path}: expected a file with a prompt's cache, got none",
+                "chat --system TEXT --prompt-cache FILE makes one",
+            )
         refuse_pointer(path)
         try:
             opened: Any = safe_open  # its methods have no types

@@ -237,7 +237,8 @@ prompt_cache_option = click.option(
     "--prompt-cache",
     type=Parsed("file", user_path),
     metavar="FILE",
-    help="Begin with the KV cache kept there instead of computing it; made where it is not there.",
+    help="Begin with the KV cache kept there instead of computing it; generate and chat make the "
+    "file where there is none.",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document as the last line of stdout."

@@ -115,6 +115,7 @@ def command(
             f"serve needs {error.name}, which is not installed",
             "pip install 'bitnest-edge[serve]'",
         ) from None
+    from edge_runtime.decode import prefix
     from edge_runtime.format.reader import Checkpoint
 
     key, local = api_key(api_key_file), is_loopback(host)
@@ -127,6 +128,8 @@ def command(
     path = checkpoint_path(model)
     engine = open_checkpoint(Checkpoint(path), shared)
     with engine:
+        if shared.prompt_cache is not None:
+            prefix.load(engine, shared.prompt_cache)
         settings = Settings(
             model=name or path.resolve().name,
             key=key,

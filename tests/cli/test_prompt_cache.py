@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,41 @@ def test_chat_keeps_its_system_prompt(call: Any, tiny_checkpoint: Path, file: Pa
     assert file.read_bytes() == made
     other = ("chat", tiny_checkpoint, "--system", "x", "--once", "hell", "--prompt-cache", file)
     assert call(*other)[0] == 5
+
+
+def test_serve_begins_with_it(call: Any, tiny_checkpoint: Path, file: Path) -> None:
+    """Also after other prompts; without the file it does not start."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("uvicorn")
+    options = ("--backend", "cpu", "--prompt-cache", str(file))
+    code, _, err = call("serve", tiny_checkpoint, *options)
+    assert code == 5
+    assert "chat --system TEXT" in err
+    chat = ("chat", tiny_checkpoint, "--system", TEXT, "--once", "hell", *options)
+    code, _, err = call(*chat, "-n", 1)
+    assert code == 0, err
+    command = [
+        sys.executable, "-c", "from edge_runtime.cli import main; main()", "serve",
+        str(tiny_checkpoint), *options, "--port", "0", "--power-source", "none",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = (re.search(r" at (http://\S+:\d+)/", line) for line in process.stderr)
+            url = next(found[1] for found in lines if found)
+
+            def cached(*messages: tuple[str, str]) -> int:
+                body = {
+                    "model": tiny_checkpoint.name,
+                    "messages": [{"role": role, "content": text} for role, text in messages],
+                    "max_tokens": 4,
+                }
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+                return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            for _ in range(2):
+                assert cached(("system", TEXT), ("user", "world")) > len(TEXT) // 4
+                assert cached(("user", "other")) < 5
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)

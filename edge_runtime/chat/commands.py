@@ -29,7 +29,7 @@ THINKING = {"on": True, "off": False, "auto": None}
 HELP = '''\
 /help, /?        this list
 /system TEXT     set the system prompt; "" for the model's own; no TEXT: show it
-/set NAME VALUE  set temp, top-p, top-k, min-p, seed, new-tokens and others, or one
+/set NAME VALUE  set temp, top-p, top-k, min-p, seed, new-tokens …, or one
                  to its `default`; no VALUE: show it, no NAME: show all
 /think on|off    let the model think first, or not; auto: as it does by itself
 /regen           another answer to the last message

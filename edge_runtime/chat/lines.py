@@ -64,6 +64,11 @@ def without_fences(text: str) -> str:
     return inner.strip("\n")
 
 
+def clean(text: str) -> str:
+    """Return text without halves of characters, which a terminal may send and no file takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class PlainReader:
     """A line at a time; where Python has readline, `input` lets it be edited."""
 
@@ -81,13 +86,13 @@ class PlainReader:
     def ask(self, question: str) -> str:
         """Read a line; the prompt goes to the terminal, never into a redirected stdout."""
         if sys.stdout.isatty():
-            return input(question)
+            return clean(input(question))
         sys.stderr.write(question)
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-        return line.rstrip("\r\n")
+        return clean(line.rstrip("\r\n"))
 
 
 class EditingReader:
@@ -116,7 +121,7 @@ class EditingReader:
 
     def read(self) -> str:
         """Read a message; Enter ends it, unless a fence is open."""
-        text = self._session.prompt(PROMPT)
+        text = clean(self._session.prompt(PROMPT))
         self._history.append(text)
         return text
 

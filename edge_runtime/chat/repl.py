@@ -78,7 +78,7 @@ class Repl:
 
     def _step(self) -> bool:
         """Read one message and act on it; False when the user leaves."""
-        text = self._reader.read().encode("utf-8", "replace").decode()  # half a character is none
+        text = self._reader.read()
         if not text.strip():
             return True
         word, *rest = text.split(maxsplit=1)

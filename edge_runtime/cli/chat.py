@@ -6,7 +6,6 @@ ends. stdout holds answers only.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -88,7 +87,7 @@ def command(
             _converse(session, settings, checkpoint, power_source)
             return
         messages = [*session.messages, {"role": "user", "content": text}]
-        run(engine, session.prompt(messages), options, as_json)
+        run(engine, messages, options | {"template": session.template}, as_json)
 
 
 def _text(once: str | None, as_json: bool) -> str | None:
@@ -116,15 +115,13 @@ def _converse(
     from edge_runtime.chat.repl import Repl, Surroundings
     from edge_runtime.chat.saved import ModelName
     from edge_runtime.chat.throttle import ThrottleWatch
-    from edge_runtime.format.manifest import MANIFEST
 
-    digest = hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
     history = HistoryFile(paths.state_dir() / HISTORY)
     reader, note = open_reader(history, NAMES + LEAVE)
     if note:
         log.warning("%s", note)
     around = Surroundings(
-        model=ModelName(checkpoint.path.resolve().name, digest),
+        model=ModelName(checkpoint.path.resolve().name, checkpoint.sha256),
         energy=TurnEnergy(power_source),
         throttle=ThrottleWatch(machine.ROOT),
     )

@@ -109,18 +109,14 @@ class Session:
             )
         self.thinking = thinking
 
-    def prompt(self, messages: list[Message]) -> list[Message] | list[int]:
-        """Return what `Engine.generate` takes: messages, or their ids where thinking was chosen."""
-        if self.thinking is None:
-            return messages
-        engine, text = self.engine, self.engine.text
-        return engine.template.encode(
-            engine.tokenizer,
-            messages,
-            bos_id=text.bos_id,
-            add_bos=text.add_bos,
-            enable_thinking=self.thinking,
-        )
+    @property
+    def template(self) -> dict[str, bool]:
+        """What the chat template is given beside the messages: `Engine.generate`'s `template`."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """Return the ids that a prompt of these messages has."""
+        return self.engine.encode_chat(messages, **self.template)
 
     # ---- room
 
@@ -131,12 +127,7 @@ class Session:
         """
         kept = self._kept(self._last_turn()[0] if again else self.messages, drop)
         messages = kept if text is None else [*kept, _user(text)]
-        if not messages:
-            return 0
-        prompt = self.prompt(messages)
-        if isinstance(prompt[0], int):
-            return len(prompt)
-        return len(self.engine.encode_chat(messages))
+        return len(self.prompt(messages)) if messages else 0
 
     def turns_to_drop(self, text: str, room: int, *, again: bool = False) -> int:
         """Return how many of the oldest turns must go to leave `room` tokens for the answer; all of
@@ -153,7 +144,7 @@ class Session:
 
     def _answer(self, text: str, kept: list[Message], options: dict[str, Any]) -> Tokens:
         turn = [*kept, _user(text)]
-        generation = self.engine.generate(self.prompt(turn), **options)
+        generation = self.engine.generate(turn, **({"template": self.template} | options))
         self._generation = generation
         failed = False
         try:

@@ -144,6 +144,19 @@ def test_think_where_there_is_no_choice(engine: Engine, type_: Say) -> None:
     assert "expected on, off or auto" in type_(repl, "/think maybe")
 
 
+def test_think(thinker: Engine, type_: Say, tmp_path: Path) -> None:
+    repl, sizes = make_repl(thinker), []
+    for word in ("", "on", "off", "auto"):
+        assert f"Thinking: {word or 'auto'}." in type_(repl, f"/think {word}")
+        type_(repl, "/clear", "hello")
+        assert repl.session.last is not None
+        sizes.append(repl.session.last.prompt_tokens)
+    assert sizes[0] == sizes[1] == sizes[3] < sizes[2]
+    type_(repl, "/think off", f"/save {tmp_path / 'chat.json'}", "/think on")
+    type_(repl, f"/load {tmp_path / 'chat.json'}")
+    assert repl.session.thinking is False
+
+
 def test_power_and_stats_say_why_there_are_no_joules(engine: Engine, type_: Say) -> None:
     repl = make_repl(engine)
     assert type_(repl, "/power") == "No joules: not asked for\n"

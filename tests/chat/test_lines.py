@@ -37,9 +37,9 @@ def test_a_line_without_a_fence_is_whole() -> None:
 
 
 def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO('hello\r\n"""one\ntwo"""\n"""three'))
+    monkeypatch.setattr("sys.stdin", io.StringIO('hel\udce9lo\r\n"""one\ntwo"""\n"""three'))
     reader = PlainReader()
-    assert reader.read() == "hello"
+    assert reader.read() == "hel?lo"
     assert reader.read() == '"""one\ntwo"""'
     with pytest.raises(EOFError):
         reader.read()

@@ -6,32 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_models
-from tiny_checkpoints import convert_tiny
 
 from edge_runtime import Engine, Session
 from edge_runtime.errors import NumericError, UsageError
-
-THINKING_TEMPLATE = tiny_models.CHAT_TEMPLATE.replace(
-    "{{ '<|im_start|>assistant\n' }}",
-    "{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
-)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     with Engine.open(tiny_checkpoint, ctx=256) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = convert_tiny(
-        tmp_path_factory.mktemp("thinker"), "qwen3", chat_template=THINKING_TEMPLATE
-    )
-    with Engine.open(folder, ctx=256) as opened:
         yield opened
 
 

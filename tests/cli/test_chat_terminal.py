@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import boards
 import pytest
 from chat_tools import ALT_ENTER, CTRL_C, CTRL_D, END_OF_PASTE, PASTE, UP, Terminal
 
@@ -264,6 +265,22 @@ def test_power_beside_the_answers(start: Any, tmp_path: Path) -> None:
         chat.type(typed)
         chat.until(shown)
         chat.prompt()
+    leave(chat)
+
+
+def test_throttling_is_told_at_once(start: Any, tmp_path: Path) -> None:
+    board = boards.make(tmp_path / "board", **boards.NX16)
+    root = f"from edge_runtime import machine\nmachine.ROOT = machine.Path({str(board)!r})\n"
+    chat = start(*TALKATIVE, "--power-source", "none", before=root + DECODE)
+    chat.prompt()
+    chat.type("hello world\r")
+    chat.until("hello world\n")
+    boards.write(board, "sys/class/thermal/cooling_device1/cur_state", "1\n")
+    chat.until("throttling: gpu-throttle-alert")
+    boards.write(board, "sys/class/thermal/cooling_device1/cur_state", "0\n")
+    chat.until("throttling is over")
+    chat.type(CTRL_C)
+    assert "stopped" in chat.until(">>>")
     leave(chat)
 
 

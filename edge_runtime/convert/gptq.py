@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from edge_runtime.convert.fused import Fused
 from edge_runtime.errors import CheckpointError
 from edge_runtime.kernels.cuda import graphs
 
@@ -98,12 +99,12 @@ def solve_columns(
     codes = torch.empty(K, n, dtype=torch.int8, device=W.device)
     block, moved = _Block(n, W.device), torch.zeros((), dtype=torch.int64, device=W.device)
     for sweep in range(1 + sweeps):
-        moved.zero_()
         for a in range(0, K, _BLOCK):
             columns = slice(a, min(a + _BLOCK, K))
             T, C = problem.aim(columns, E, codes if sweep else None)
-            kept, clipped = block.round(T, C, low[columns], high[columns])
-            moved += clipped
+            free, kept = block.round(T, C, low[columns], high[columns])
+            if sweep == sweeps:
+                moved += (free.round_() != kept).sum()
             codes[columns] = kept
             problem.miss(columns, kept, E)
     return codes.T, int(moved)
@@ -232,16 +233,16 @@ class _Block(_Steps):
     def round(
         self, T: torch.Tensor, C: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes fp32 [m, n] of the columns T [m, n] and how many the limits moved.
+        """Return what is rounded and the codes of the columns T [m, n], both fp32 [m, n].
 
-        The codes are overwritten by the next call.
+        They are overwritten by the next call.
         """
         free, kept, lowest, highest = self.parts[:, : T.shape[0]]
         free.copy_(T)
         lowest.copy_(low)
         highest.copy_(high)
         self.run(C)
-        return kept, (free.round_() != kept).sum()
+        return free, kept
 
     def columns(self, m: int) -> None:
         """Round and clamp."""
@@ -280,6 +281,7 @@ class _NestedBlock(_Steps):
             _choose(free[0, j], free[1, j], self._weight, kept[0, j], kept[1, j])
 
 
+@Fused
 def _choose(
     draft: torch.Tensor,
     target: torch.Tensor,

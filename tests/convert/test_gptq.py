@@ -1,9 +1,12 @@
 """The solver on awkward Hessians: dead, duplicate and missing inputs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hessians import G, draft, make_hessian, make_weights, target
 
+from edge_runtime.convert import fused
 from edge_runtime.convert import quantize as qz
 from edge_runtime.convert.gptq import _choose, factor_hessian
 from edge_runtime.errors import CheckpointError
@@ -88,3 +91,37 @@ def test_choice_of_base_and_code_is_the_best_one_step_away(weight: float) -> Non
     reached = (wants - base >= -17 / 32) & (wants - base <= 15 / 32) & (wants > -8)
     assert float((code - wants)[reached].abs().max()) <= 1 / 32 + 1e-6
     assert 0.01 < float((base != near)[inside].double().mean()) < 0.5
+
+
+def check_fused(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call steps that square and round, as if the CPU were a GPU."""
+
+    @fused.Fused
+    def steps(x: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        torch.mul(x * x, factor, out=out)
+        out.round_()
+
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    x, out = torch.linspace(-9, 9, 1000), torch.empty(2, 1000)
+    for row in out:
+        steps(x, 0.3, row)
+        assert float((row != (x * x * 0.3).round()).double().mean()) < 1e-3
+    assert (steps._kernel is not steps._steps) == compiled
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "wrong"])
+def test_what_cannot_be_compiled_is_launched(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(steps: Callable[..., None], dynamic: bool) -> Callable[..., None]:
+        if fault == "no compiler":
+            raise RuntimeError("Failed to find C compiler")
+        return lambda x, factor, out: out.fill_(1)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    check_fused(False, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_steps_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        check_fused(True, monkeypatch)

@@ -1,20 +1,22 @@
 """A conversion on this GPU at the size of a known model: time, peaks, and where the time goes.
 
-    python tools/convert_bars.py [llama-2-7b] [--only small,large] [--layers N] [--stop-s 170]
-                                 [--tokens 12288] [--folder /tmp/convert-bars] [--json FILE]
+    python tools/convert_bars.py [llama-2-7b] [--only small,large] [--layers N] [--stop-s 150]
+                                 [--tokens 12288] [--plain] [--folder /tmp/convert-bars]
+                                 [--json FILE]
 
 small: a random model of four layers is converted on the CPU and twice on the GPU; errors and
 agreements of both must be alike, and the GPU's planes the same both times. large: random weights of
 the shape in fp16 are written as shards by the GPU and converted in a process of its own, whose
 peaks are those of the conversion; it stops at the layer that passes --stop-s and says what it had
-done. Needs no network; packages that are missing have stand-ins (`stand_ins.py`). The last line of
-stdout is one JSON document.
+done. --plain: without torch's compiler. Needs no network; packages that are missing have stand-ins
+(`stand_ins.py`). The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import resource
 import shutil
@@ -33,7 +35,15 @@ import torch
 
 MISSING = stand_ins.install()
 
-from edge_runtime.convert import agreement, nest, pipeline, quantize, resources  # noqa: E402
+from edge_runtime.convert import (  # noqa: E402
+    agreement,
+    fused,
+    gptq,
+    nest,
+    pipeline,
+    quantize,
+    resources,
+)
 from edge_runtime.convert import device as devices  # noqa: E402
 from edge_runtime.convert import layer as layers  # noqa: E402
 from edge_runtime.convert.source import open_source, tensor_shapes  # noqa: E402
@@ -134,6 +144,7 @@ def convert(
         "device_planned_bytes": resources.device_bytes(opened.spec, tokens),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "host_planned_bytes": resources.host_bytes(opened.spec),
+        "compiled": gptq._choose._kernel not in (None, gptq._choose._steps),
         "agreement": None if manifest is None else vars_of(manifest.agreement),
         "clipped_share": None if manifest is None else manifest.clipped_share,
     }
@@ -189,7 +200,7 @@ def small(args: argparse.Namespace) -> dict[str, Any]:
     found, planes = {}, {}
     for name, backend in (("cpu", "cpu"), ("cuda", "cuda"), ("again", "cuda")):
         out = args.folder / f"small-{name}"
-        found[name] = convert(source, out, backend, 8192, lambda *_: None)
+        found[name] = convert(source, out, backend, 4096, lambda *_: None)
         rows = json.loads((out / "report.json").read_text())[1:]
         for error in ("error_w4", "error_w8"):
             found[name][error] = statistics.fmean(row[error] for row in rows)
@@ -220,6 +231,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     command = [sys.executable, __file__, args.name, "--child", "--folder", str(args.folder)]
     command += ["--tokens", str(args.tokens), "--stop-s", str(args.stop_s)]
+    command += ["--plain"] * args.plain
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -244,12 +256,17 @@ def main() -> int:
     parser.add_argument("name", nargs="?", default="llama-2-7b")
     parser.add_argument("--only", default="small,large")
     parser.add_argument("--layers", type=int, default=0, help="instead of the shape's own")
-    parser.add_argument("--stop-s", type=float, default=170)
+    parser.add_argument("--stop-s", type=float, default=150)
     parser.add_argument("--tokens", type=int, default=12288)
+    parser.add_argument("--plain", action="store_true", help="without torch's compiler")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/convert-bars"))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("edge_runtime.convert").setLevel(logging.DEBUG)
+    if args.plain:
+        fused.DEVICES = ()
     if args.child:
         child(args)
         return 0

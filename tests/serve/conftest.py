@@ -17,6 +17,8 @@ from edge_runtime import Engine
 from edge_runtime.serve.app import Settings, make_app
 from edge_runtime.serve.worker import Worker
 
+from .chromium import Browser, Page, find
+
 CONTEXT = 256
 MODEL = "tiny"
 
@@ -76,3 +78,32 @@ def serve() -> Iterator[Callable[..., Running]]:
 @pytest.fixture
 def running(engine: Engine, serve: Callable[..., Running]) -> Running:
     return serve(engine)
+
+
+@pytest.fixture(scope="session")
+def browser(
+    tmp_path_factory: pytest.TempPathFactory, give_up: Callable[[str, str], None]
+) -> Iterator[Browser]:
+    path = find()
+    if path is None:
+        give_up("chromium", "no Chromium is installed (apt-get install chromium-headless-shell)")
+        raise AssertionError
+    started = Browser(path, tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Open a server's page and wait for its first gauges; at the end no script may have failed."""
+    opened: list[Page] = []
+
+    def open_page(running: Running, **size: int) -> Page:
+        opened.append(browser.open(running.url + "/", **size))
+        opened[-1].until("gauges.latest || $('lock').open")
+        return opened[-1]
+
+    yield open_page
+    for page in opened:
+        assert page.faults() == []
+        page.close()

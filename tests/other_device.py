@@ -7,13 +7,12 @@ without what a library takes inside of one operation.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")  # the name that it goes by: torch knows no other that is never there
 _CROSSING = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
@@ -38,6 +37,11 @@ class There(torch.Tensor):
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held
+        self.dropped: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.dropped is not None:
+            self.dropped()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,23 +58,29 @@ class OtherDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        there = {id(t.held): t for t in given if isinstance(t, There)}
+        there: dict[int, There] = {}
+        here: list[torch.Tensor] = []
+
+        def held(value: Any) -> Any:
+            if isinstance(value, There):
+                there[id(value.held)] = value
+                return value.held
+            if isinstance(value, torch.Tensor):
+                here.append(value)
+            return value
+
+        args, kwargs = _mapped(held, args), {k: _mapped(held, v) for k, v in kwargs.items()}
         target = kwargs.get("device")
         target = None if target is None else torch.device(target)
-        if func not in _CROSSING and there:
-            for t in given:
-                assert isinstance(t, There) or t.dim() == 0, f"{func} mixes devices"
+        if there and func not in _CROSSING:
+            assert all(t.dim() == 0 for t in here), f"{func} mixes devices"
         if target == DEVICE:
             kwargs["device"] = torch.device("cpu")
-        args, kwargs = tree_map(lambda t: t.held if isinstance(t, There) else t, (args, kwargs))
         result = func(*args, **kwargs)
         stays = target == DEVICE if target is not None else bool(there)
         if func is torch.ops.aten.copy_.default:
             stays = id(args[0]) in there
-        if not stays:
-            return result
-        return tree_map(lambda t: self._wrapped(t, there), result)
+        return _mapped(lambda t: self._wrapped(t, there), result) if stays else result
 
     def _wrapped(self, value: Any, there: dict[int, There]) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -85,10 +95,16 @@ class OtherDevice(TorchDispatchMode):
                 self._live += size
                 self.peak_bytes = max(self.peak_bytes, self._live)
             self._holders[key] += 1
-            weakref.finalize(made, self._dropped, key, size)
+            made.dropped = lambda: self._dropped(key, size)
         return made
 
     def _dropped(self, key: int, size: int) -> None:
         self._holders[key] -= 1
         if not self._holders[key]:
             self._live -= size
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(change, v) for v in value)
+    return change(value)

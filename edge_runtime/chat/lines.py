@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from edge_runtime.chat.history import HistoryFile
 
@@ -107,7 +107,6 @@ class EditingReader:
 
         os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
         self._history = history
-        self._new: Any = PromptSession
         self._session: PromptSession[str] = PromptSession(
             history=InMemoryHistory(history.load()),
             multiline=True,
@@ -127,8 +126,9 @@ class EditingReader:
 
     def ask(self, question: str) -> str:
         """Read one line."""
-        answer: str = self._new().prompt(question)
-        return answer
+        from prompt_toolkit import prompt
+
+        return prompt(question)
 
 
 def _bindings() -> KeyBindings:

@@ -29,7 +29,7 @@ from edge_runtime.errors import BitnestError
 
 HOW_TO_LEAVE = "To leave: /exit or Ctrl-D."
 LEAST_ROOM = 32  # tokens; with fewer left for an answer the context counts as full
-SAFETY = 256  # tokens that a template may add to a message
+TEMPLATE = 128  # tokens that a template may add to each message
 FULL = """\
 The context is full: this prompt has {prompt} tokens, the context holds {context}.
   d   drop the {turns} and answer; the rest is read anew ({kept} tokens)
@@ -163,14 +163,13 @@ class Repl:
 
     def _make_room(self, text: str, again: bool) -> int | None:
         """Return how many of the oldest turns to leave out, as the user chose; None: do not ask."""
-        session, last = self.session, self.session.last
+        session = self.session
         context, turns = session.engine.context, session.num_turns - again
         most = self.settings.options()["max_new_tokens"]
         least = min(LEAST_ROOM, most, context // 4)
-        if last is not None:  # surely fits: a token has at least a byte
-            bound = last.prompt_tokens + last.new_tokens + len(text.encode()) + SAFETY
-            if bound + least <= context:
-                return 0
+        texts = [text, *(m["content"] for m in session.messages)]
+        if sum(len(t.encode()) + TEMPLATE for t in texts) + least <= context:
+            return 0  # surely fits, for a token has at least a byte: no need to count
         prompt = session.num_tokens(text, again=again)
         if prompt + least <= context or not turns:
             return 0  # what does not fit at all the engine refuses, with the numbers

@@ -36,6 +36,7 @@ class Session:
         if thinking is not None:
             self.think(thinking)
         self._generation: Generation | None = None
+        self._cancelled = False
         self.last: Result | None = None
 
     # ---- turns
@@ -66,6 +67,7 @@ class Session:
 
     def cancel(self) -> None:
         """Stop the running answer within one cycle; what was said so far is kept."""
+        self._cancelled = True  # the prompt may still be on its way to the engine
         if self._generation is not None:
             self._generation.cancel()
 
@@ -143,9 +145,12 @@ class Session:
     # ----
 
     def _answer(self, text: str, kept: list[Message], options: dict[str, Any]) -> Tokens:
+        self._cancelled = False
         turn = [*kept, _user(text)]
         generation = self.engine.generate(turn, **({"template": self.template} | options))
         self._generation = generation
+        if self._cancelled:
+            generation.cancel()
         failed = False
         try:
             yield from generation

@@ -56,6 +56,25 @@ def test_another_answer_that_fails_leaves_the_old_one(
     assert session.messages == before
 
 
+def test_a_cancel_while_the_prompt_is_encoded_counts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, whole = Session(engine), engine.encode_chat
+
+    def encode_chat(*args: object, **variables: object) -> list[int]:
+        session.cancel()
+        return whole(*args, **variables)
+
+    monkeypatch.setattr(engine, "encode_chat", encode_chat)
+    ask(session, "hello")
+    assert session.last is not None
+    assert session.last.finish_reason == "cancelled"
+    assert session.last.new_tokens <= 1
+    monkeypatch.setattr(engine, "encode_chat", whole)
+    ask(session, "hello")
+    assert session.last.finish_reason != "cancelled"
+
+
 def test_undo(engine: Engine) -> None:
     session = Session(engine, system="be brief")
     ask(session, "hello")

@@ -166,6 +166,7 @@ class Conversion:
             started = time.perf_counter()
             if self._layer(i, states, checked):
                 self.layer_seconds.append(time.perf_counter() - started)
+            devices.release(self.device)
         self._progress(len(self.shards) - 1, len(self.shards), "LM head")
         agreement = self._head(states, checked)
         self._saved.result()

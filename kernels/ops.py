@@ -41,11 +41,20 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.errors import NumericError
 from edge_runtime.kernels.sampling import Parameters
 
 View = Literal["w8", "w4", "fp"]
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
+
+
+def not_finite() -> NumericError:
+    """Return the error of logits that are no numbers."""
+    return NumericError(
+        "logits hold NaN or infinity",
+        "the weights or an embedding row given by the caller are broken",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cpu import library
 from edge_runtime.kernels.sampling import Parameters
@@ -53,10 +52,7 @@ class CpuLogits:
 
     def _check(self) -> None:
         if not self._buffer.finite[0]:
-            raise NumericError(
-                "logits hold NaN or infinity",
-                "the weights or an embedding row given by the caller are broken",
-            )
+            raise ops.not_finite()
 
     def argmax(self, allowed: Sequence[int] | ops.I64 | None = None) -> list[int]:
         """Return the lowest winning id per row."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import ngram, sampling
 from edge_runtime.kernels.cuda.graphs import Graphs
@@ -137,10 +136,7 @@ class CudaCycles:
         report = self._host.numpy()[number % 2]
         count, drafted, finite, _ = report[:HEADER].tolist()
         if not finite:
-            raise NumericError(
-                "logits hold NaN or infinity",
-                "the weights or an embedding row given by the caller are broken",
-            )
+            raise ops.not_finite()
         return ops.Cycle(report[HEADER : HEADER + count].tolist(), drafted, seconds)
 
     # a cycle

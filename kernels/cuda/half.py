@@ -21,7 +21,7 @@ from torch import Tensor
 
 from edge_runtime.errors import UsageError
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda import half_attention, head, sizes
+from edge_runtime.kernels.cuda import half_attention, sizes
 from edge_runtime.kernels.cuda.half_attention import HalfCache
 from edge_runtime.kernels.cuda.launch import Kernel, cdiv, power_of_two
 from edge_runtime.kernels.cuda.memory import Block, asking_for
@@ -232,19 +232,12 @@ class HalfPasses(Passes):
         """Return registers without any."""
         return HalfRegisters(self._dtype, self._device)
 
-    def launch(self, program: ops.Program, one: Pass) -> None:
-        """Launch the ops of a pass, and the argmax of its logits."""
-        for op, following in zip(program, (*program[1:], None), strict=True):
-            if isinstance(op, ops.SelectRows) and not one.num_logits:
-                return
-            if isinstance(op, ops.NormQuantise):
-                assert isinstance(following, ops.Linear)
-                self._norm(op, one, following.weight)
-            else:
-                self._launch[type(op)](op, one)
-        if one.logits is not None:
-            values, choice = one.logits
-            head.argmax(values, self.geometry.num_tokens, out=choice)
+    def _launch_op(self, op: ops.Op, following: ops.Op | None, one: Pass) -> None:
+        if isinstance(op, ops.NormQuantise):  # its weights are with the linear that it feeds
+            assert isinstance(following, ops.Linear)
+            self._norm(op, one, following.weight)
+        else:
+            super()._launch_op(op, following, one)
 
     # ops, in the order of kernels/ops.py
 
@@ -294,11 +287,8 @@ class HalfPasses(Passes):
         one.registers[op.out] = out
 
     def _rope_kv(self, op: ops.RopeKv, one: Pass) -> None:
-        g, w, prefix = self.geometry, self.weights, f"layers.{op.layer}."
+        g, w = self.geometry, self.weights
         out = self.registers.of(op.out, g.num_heads * g.head_dim, one.num_rows)
-        norms = None
-        if op.qk_norm:
-            norms = (w.head_norms[prefix + "q_norm"], w.head_norms[prefix + "k_norm"])
         half_attention.rope_kv(
             one.registers[op.qkv],
             one.positions,
@@ -307,8 +297,8 @@ class HalfPasses(Passes):
             cast(HalfCache, one.cache),
             op.layer,
             out.view(one.num_rows, g.num_heads, g.head_dim),
-            bias=w.linears[prefix + "qkv"].bias,
-            head_norms=norms,
+            bias=w.linears[f"layers.{op.layer}.qkv"].bias,
+            head_norms=self._head_norms(op),
             eps=op.eps,
         )
         one.registers[op.out] = out

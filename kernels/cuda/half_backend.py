@@ -84,13 +84,10 @@ class Kv16Passes(Passes):
     is left out, since a rotation of q and k alike changes no product."""
 
     def _rope_kv(self, op: ops.RopeKv, one: Pass) -> None:
-        g, w, prefix = self.geometry, self.weights, f"layers.{op.layer}."
+        g, w = self.geometry, self.weights
         width, M = g.num_heads * g.head_dim, one.num_rows
         room: Tensor = self.registers.floats(op.out, width, M)
         out = room.view(-1).view(torch.float16)[: M * width].view(M, width)
-        norms = None
-        if op.qk_norm:
-            norms = (w.head_norms[prefix + "q_norm"], w.head_norms[prefix + "k_norm"])
         half_attention.rope_kv(
             one.registers[op.qkv],
             one.positions,
@@ -99,7 +96,7 @@ class Kv16Passes(Passes):
             cast(HalfCache, one.cache),
             op.layer,
             out.view(M, g.num_heads, g.head_dim),
-            head_norms=norms,
+            head_norms=self._head_norms(op),
             eps=op.eps,
         )
         one.registers[op.out] = out

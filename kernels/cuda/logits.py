@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import head, sampling
 from edge_runtime.kernels.sampling import Parameters
@@ -109,10 +108,7 @@ class CudaLogits:
     def _checked(self) -> list[int]:
         self.wait()
         if not self._finite:
-            raise NumericError(
-                "logits hold NaN or infinity",
-                "the weights or an embedding row given by the caller are broken",
-            )
+            raise ops.not_finite()
         assert self._best is not None
         return self._best
 

@@ -118,13 +118,16 @@ class Passes:
 
     def launch(self, program: ops.Program, one: Pass) -> None:
         """Launch the ops of a pass, and the argmax of its logits."""
-        for op in program:
+        for op, following in zip(program, (*program[1:], None), strict=True):
             if isinstance(op, ops.SelectRows) and not one.num_logits:
                 return  # a part of a batch without rows whose logits are asked for
-            self._launch[type(op)](op, one)
+            self._launch_op(op, following, one)
         if one.logits is not None:
             values, choice = one.logits
             head.argmax(values, self.geometry.num_tokens, out=choice)
+
+    def _launch_op(self, op: ops.Op, following: ops.Op | None, one: Pass) -> None:
+        self._launch[type(op)](op, one)
 
     def put_rows(self, op: ops.Op, one: Pass) -> None:
         """Copy embedding rows from the host to where the first op would put them."""
@@ -169,13 +172,16 @@ class Passes:
             a.codes, a.scale, sums, weight, op.view, out=out, residual=residual
         )
 
+    def _head_norms(self, op: ops.RopeKv) -> tuple[Tensor, Tensor] | None:
+        """Weights fp32 [D] of the norms of q and of k, where a model has them."""
+        if not op.qk_norm:
+            return None
+        norms, prefix = self.weights.head_norms, f"layers.{op.layer}."
+        return norms[prefix + "q_norm"], norms[prefix + "k_norm"]
+
     def _rope_kv(self, op: ops.RopeKv, one: Pass) -> None:
         g, w = self.geometry, self.weights
         out = self.registers.floats(op.out, g.num_heads * g.head_dim, one.num_rows)
-        norms = None
-        if op.qk_norm:
-            prefix = f"layers.{op.layer}."
-            norms = (w.head_norms[prefix + "q_norm"], w.head_norms[prefix + "k_norm"])
         rope_kv(
             one.registers[op.qkv],
             one.positions,
@@ -183,7 +189,7 @@ class Passes:
             w.sin,
             one.cache.layer(op.layer),
             out.view(one.num_rows, g.num_heads, g.head_dim),
-            head_norms=norms,
+            head_norms=self._head_norms(op),
             eps=op.eps,
             rotate_kv=g.rotate_kv,
         )

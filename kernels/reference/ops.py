@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.layout import KV_BLOCK, padded
 from edge_runtime.kernels.reference import numeric
@@ -37,10 +36,7 @@ class TorchLogits:
 
     def _checked(self) -> Tensor:
         if not bool(torch.isfinite(self._logits).all()):
-            raise NumericError(
-                "logits hold NaN or infinity",
-                "the weights or an embedding row given by the caller are broken",
-            )
+            raise ops.not_finite()
         return self._logits
 
     def argmax(self, allowed: Sequence[int] | ops.I64 | None = None) -> list[int]:

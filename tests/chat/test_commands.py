@@ -238,6 +238,23 @@ def test_a_drop_that_fails_leaves_every_turn(
     assert repl.session.messages == before
 
 
+def test_a_chat_loaded_that_is_longer_than_the_context(
+    engine: Engine, type_: Say, tmp_path: Path
+) -> None:
+    repl, path = make_repl(engine, new_tokens=40, ignore_eos=True), tmp_path / "chat.json"
+    type_(repl, "hello", f"/save {path}")
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"messages": saved["messages"] * 30}))
+    said = type_(repl, f"/load {path}")
+    assert "Loaded 30 turns." in said
+    assert "more than the context holds" in said
+    repl._reader = Script("the world", "d")
+    assert repl._step()
+    assert "oldest turns" in type_(repl)
+    assert 2 <= repl.session.num_turns < 30
+    assert repl.session.messages[-2]["content"] == "the world"
+
+
 def test_a_message_longer_than_the_context_is_refused(engine: Engine, type_: Say) -> None:
     repl = make_repl(engine)
     said = type_(repl, "word " * 300)

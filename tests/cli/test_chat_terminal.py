@@ -287,11 +287,10 @@ def test_throttling_is_told_at_once(start: Any, tmp_path: Path) -> None:
 # ---- what a terminal emulator makes of it
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_the_screen_of_a_real_terminal(
-    tiny_checkpoint: Path, tmp_path: Path, repository: Path
-) -> None:
+def test_the_screen_of_a_real_terminal(tiny_checkpoint: Path, tmp_path: Path, give_up: Any) -> None:
     """tmux draws what chat writes: a long line survives a resize, a pasted block its lines."""
+    if shutil.which("tmux") is None:
+        give_up("tmux", "tmux is not installed")
     socket = str(tmp_path / "tmux")
 
     def tmux(*args: str) -> str:

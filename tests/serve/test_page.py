@@ -100,6 +100,11 @@ def test_regenerate_asks_the_same_again(page: Page, speaker: Speaker) -> None:
     roles = [m["role"] for m in speaker.asked[2][0]]
     assert roles == ["user", "assistant", "user"]
     assert page.js("document.querySelectorAll('article').length") == 4
+    page.js("document.querySelector('.note button').focus()")
+    page.press("Enter")  # by key: the focus is not lost with the button
+    page.until("!running && chat.messages.length === 4")
+    assert page.js("document.activeElement.id") == "send"
+    assert len(speaker.asked) == 4
 
 
 def test_shift_enter_begins_a_line(page: Page, speaker: Speaker) -> None:
@@ -182,6 +187,18 @@ def test_gauges_move(speaker: Speaker, serve: Serve, visit: Visit, tmp_path: Pat
     assert "tok/s" in page.text("#brief")
 
 
+def test_gauges_rest_while_nobody_looks(page: Page) -> None:
+    page.js(
+        "Object.defineProperty(document, 'hidden', { get: () => globalThis.away }); away = true;"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    before = page.js("new Promise((then) => setTimeout(() => then(gauges.latest.uptime_s), 300))")
+    after = page.js("new Promise((then) => setTimeout(() => then(gauges.latest.uptime_s), 1500))")
+    assert after == before
+    page.js("away = false; document.dispatchEvent(new Event('visibilitychange'))")
+    page.until(f"gauges.latest.uptime_s > {before}", 3)
+
+
 def test_what_is_unknown_is_said(page: Page) -> None:
     for name in ("power", "energy", "temperature"):
         assert page.text(f"#g-{name}") == "unknown\nno sensor found"
@@ -218,6 +235,7 @@ def test_a_server_that_goes_and_comes_back(page: Page, speaker: Speaker) -> None
     down = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
     page.send("Network.emulateNetworkConditions", **down)
     page.until("$('link').innerText === 'no answer'")
+    assert page.text("#g-memory") == page.text("#g-speed") == "unknown\nno answer"
     page.js("$('text').focus()")
     page.type("anyone?")
     page.press("Enter")

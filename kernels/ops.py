@@ -303,9 +303,9 @@ class Backend(Protocol):
         of a prompt that only fill the cache)."""
         ...
 
-    def relieve(self, cache: Any, length: int) -> None:
+    def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
         """Give memory back that the next pass can have again: activations, and what the cache holds
-        behind its first `length` tokens."""
+        behind its first `length` tokens. running: the next pass comes at once."""
         ...
 
     def close(self) -> None:

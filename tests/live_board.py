@@ -21,7 +21,7 @@ import psutil
 IDLE_W, LOAD_W = 5.0, 17.0  # of a board that works on one core
 TAU_S = 0.3  # the sensor's lag
 STEP_MA = 8  # 40 mW at 5 V
-EVERY_S = 0.02
+EVERY_S = 0.04
 COLD_C, COOLER_C, LIMIT_C, HOTTEST_C = 50.0, 85.0, 95.0, 105.0
 FREE_BYTES = 12 << 30  # before anything of ours runs
 

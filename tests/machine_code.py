@@ -22,9 +22,12 @@ JOBS = min(4, os.cpu_count() or 1)
 empty = partial(torch.empty, device=META)
 
 
-def most_spills() -> int:
-    """None with CI's Triton; 3.6 keeps one address of the prompt form in local memory."""
-    return 0 if launch.triton_version() >= (3, 9) else 3
+def check_spills(signature: Signature, report: Report) -> None:
+    """Nothing is spilled; Tritons before 3.9 keep an address of the prompt form in local memory."""
+    if "linear_prompt" in signature.kernel and launch.triton_version() < (3, 9):
+        assert report.spills <= 3, signature
+    else:
+        assert report.stack_bytes == report.spills == 0, signature
 
 
 def signatures(launches: Callable[[], object], columns: int = 8) -> list[Signature]:
@@ -47,5 +50,5 @@ def reports(launches: Callable[[], object], columns: int = 8) -> dict[Signature,
     """The code of what is launched, taken apart; none of it spills."""
     found = {s: inspect(code) for s, code in compiled(launches, columns).items()}
     for signature, report in found.items():
-        assert report.spills <= most_spills(), signature
+        check_spills(signature, report)
     return found

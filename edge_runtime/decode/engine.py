@@ -93,7 +93,7 @@ class Engine:
         self.template = ChatTemplate(
             text.chat_template, bos_token=text.bos_token, eos_token=text.eos_token
         )
-        self._cycles: dict[tuple[View, int | None, int], Cycles] = {}
+        self._cycles: dict[tuple[View, int | None], Cycles] = {}
         self.synthetic = synthetic
         self.forced: tuple[int, ...] = ()  # for timing alone: drafted tokens to accept, in turns
         self.phases: list[Phase] | None = None  # a list: noted there as they end
@@ -288,7 +288,8 @@ class Engine:
         before = process.memory_info().rss
         if kept is not None:
             del self._keys[kept:]
-        self.model.backend.relieve(self.cache, len(self._keys) if kept is None else kept)
+        length = len(self._keys) if kept is None else kept
+        self.model.backend.relieve(self.cache, length, running=self._running is not None)
         freed = max(0, before - process.memory_info().rss)
         level = logging.WARNING if self.watch.fell else logging.DEBUG
         log.log(level, "memory is low: gave %.1f MiB back", freed / 2**20)
@@ -341,8 +342,7 @@ class Engine:
         backend = self.model.backend
         if self.model.policy != KV8:
             return None
-        # measurements change these, in turns; each keeps its graphs
-        kind = self.target_view, self.policy.recent, len(self.forced)
+        kind = self.target_view, self.policy.recent  # measurements change these, in turns
         if kind not in self._cycles and isinstance(backend, RunsCycles):
             target, draft = (self.model.program(view) for view in (self.target_view, "w4"))
             self._cycles[kind] = backend.cycles(target, draft, self.cache, self.policy.recent)
@@ -373,9 +373,7 @@ class Engine:
         """Ids that exist: padding rows of the vocabulary are cut off."""
         return min(self.text.num_tokens, self.model.spec.vocab_size)
 
-    def _spans(
-        self, prompt: PromptLike, template: Mapping[str, Any]
-    ) -> tuple[list[Span], bool]:
+    def _spans(self, prompt: PromptLike, template: Mapping[str, Any]) -> tuple[list[Span], bool]:
         """Return the spans of a prompt, and whether the answer continues its text."""
         if isinstance(prompt, str):
             return [self.encode_text(prompt)], True

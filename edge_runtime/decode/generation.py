@@ -174,6 +174,7 @@ class Generation:
             first = self._pick(logits, len(self._prompt), [])
             self._note_logprobs(logits, [first])
             self.result.ttft_s = time.perf_counter() - self._started
+            del logits  # their room is the cycles'
             self._device = self._device_cycles(first)
             pending = [first]
             while True:

@@ -249,10 +249,10 @@ def _attention_block_bytes(spec: ModelSpec, threads: int | None) -> int:
 
 
 def _cuda_workspace_bytes(spec: ModelSpec, layout: Layout, G: int, arch: int) -> int:
-    """Bytes of a pass's registers, of the logits' room, of what libraries take, and of the blocks,
-    at most, that attention has beyond those of the context."""
+    """Bytes of a pass's registers, of the rooms of logits and of choosing among them, of what
+    libraries take, and of the blocks, at most, that attention has beyond those of the context."""
     widths = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
-    logits = sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size)
+    logits = sizes.logits(sizes.LOGIT_ROWS, spec.vocab_size) + sizes.sampling(spec.vocab_size)
     block = _cuda_attention_bytes(spec, layout, arch)
     if layout == "fp16":
         prompt = sizes.half_prompt(spec.q_size, spec.num_heads, sizes.HALF_CHUNK_ROWS)

@@ -176,7 +176,7 @@ def assumptions(
     if device.backend != "cpu" and device.runtime_bytes is None:
         lines.append(
             "runtime: 1 GiB assumed for the CUDA context, libraries and the interpreter; no figure "
-            "of this board is known; workspace as on the cpu backend"
+            "of this board is known"
         )
     if device.memory_total_bytes is not None and device.system_used_bytes is None:
         lines.append("memory: what the system itself uses is not known and counted as nothing")

@@ -173,7 +173,7 @@ class CpuBackend:
         self.lib.edge_read(self.model, data.ctypes.data, data.nbytes)
         return time.perf_counter() - started
 
-    def relieve(self, cache: CpuCache, length: int) -> None:
+    def relieve(self, cache: CpuCache, length: int, *, running: bool = False) -> None:
         """Give back activations, spare logits, and the cache behind its first `length` tokens."""
         self.spare = None
         self.lib.edge_cache_trim(cache.handle, length)

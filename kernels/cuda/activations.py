@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.kernels.cuda.launch import EXACT, Kernel, cdiv, power_of_two
+from edge_runtime.kernels.cuda.sizes import SILU_CHUNK as CHUNK
 from edge_runtime.kernels.layout import padded
 
 quantise_kernel = Kernel("activation_kernels", "quantise_kernel", pdl=True)
@@ -22,7 +23,6 @@ silu_mul_kernel = Kernel("activation_kernels", "silu_mul_kernel", pdl=True)
 quantise_chunks_kernel = Kernel("activation_kernels", "quantise_chunks_kernel", pdl=True)
 
 MAX_BLOCK = 32768  # longest row held in registers: 16 warps with 64 numbers a thread
-CHUNK = 1024  # of a feed-forward row, which is longer, for one program
 
 
 @dataclass(frozen=True, slots=True)

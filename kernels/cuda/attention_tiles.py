@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from edge_runtime.kernels.cuda.sizes import SMALL_ROWS
 from edge_runtime.kernels.layout import KV_BLOCK
 
 # of one warp, by compute capability: eight for each scheduler of an Orin with 8 SMs, two of an H200
 FEWEST_PROGRAMS = {87: 256, 90: 1056}
-DECODE_ROWS = 16  # more rows go through the form that keeps no weights
 FEWEST_WARPS = 64  # of the values: two for each scheduler of an Orin with 8 SMs
 
 FORMS = {"words": 0, "cols": 1, "rows": 2}  # as constants of the kernels
@@ -62,7 +62,7 @@ def tiles_for(
     registers on sm_87.
     """
     vectors = rows * group
-    if rows > DECODE_ROWS:
+    if rows > SMALL_ROWS:
         return Tiles(form="rows", queries=64 if arch >= 90 else 32, warps=4)
     blocks = kv_heads * -(-tokens // KV_BLOCK)
     fewest = FEWEST_PROGRAMS[90 if arch >= 90 else 87]

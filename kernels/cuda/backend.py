@@ -24,12 +24,11 @@ from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import sizes, weights
 from edge_runtime.kernels.cuda.cycle import CudaCycles
 from edge_runtime.kernels.cuda.logits import CudaLogits, Room, Sampler
-from edge_runtime.kernels.cuda.memory import asking_for, pool, usual_device
+from edge_runtime.kernels.cuda.memory import PASS_HINT, asking_for, pool, usual_device
 from edge_runtime.kernels.cuda.passes import CudaCache, Pass, Passes
 from edge_runtime.kernels.layout import CHUNK_ROWS
 
 CACHE_HINT = "lower --ctx or --budget"
-PASS_HINT = "free memory of the GPU, or open the model with a lower --ctx"
 
 
 class CudaBackend:
@@ -53,6 +52,7 @@ class CudaBackend:
         self._passes: Passes | None = self._new_passes(model)
         self._programs: dict[int, ops.Program] = {}
         self._room: Room | None = None
+        self._cycles: weakref.WeakSet[CudaCycles] = weakref.WeakSet()
         self._last: Callable[[], CudaLogits | None] = lambda: None
         rows = self._chunk_rows
         self._host = torch.zeros(3, rows, dtype=torch.int32, pin_memory=self._gpu)
@@ -117,14 +117,17 @@ class CudaBackend:
                 if room is not None and begin < rows.stop:
                     one.num_logits = rows.stop - begin
                     one.logits = room.part(slice(begin - first_logit, rows.stop - first_logit))
-                self._replay(program, one, own_room=room is not None and room is not self._room)
+                place = None if room is not None and room is not self._room else begin - first_logit
+                self._replay(program, one, place)
         return logits
 
     def cycles(
         self, target: ops.Program, draft: ops.Program, cache: CudaCache, recent: int | None
     ) -> CudaCycles:
         """Return what drafts and verifies on the device (`ops.RunsCycles`)."""
-        return CudaCycles(self, target, draft, cache, recent)
+        made = CudaCycles(self, target, draft, cache, recent)
+        self._cycles.add(made)
+        return made
 
     def free_room(self) -> Room:
         """Return the room of a pass's logits; those that someone holds move out of it."""
@@ -134,13 +137,15 @@ class CudaBackend:
         self._last = lambda: None
         return self._room
 
-    def relieve(self, cache: CudaCache, length: int) -> None:
-        """Give registers, graphs and the sampler's room back to the device. The cache keeps what it
-        has: a tensor cannot give a part back."""
-        self.passes.relieve()
-        self._programs.clear()
-        cache.graphs.clear()
-        self._sampler.release()
+    def relieve(self, cache: CudaCache, length: int, *, running: bool = False) -> None:
+        """Give registers, graphs and the samplers' rooms back to the device; while a generation is
+        running, which would make them again at once, only what is not in use. The cache keeps what
+        it has: a tensor cannot give a part back."""
+        if not running:
+            self.passes.relieve()
+            self._programs.clear()
+            cache.graphs.clear()
+            self._release()
         if self._gpu:
             torch.cuda.empty_cache()
 
@@ -149,9 +154,16 @@ class CudaBackend:
         self._passes = None
         self._programs.clear()
         self._room = None
-        self._sampler.release()
+        self._release()
         if self._gpu:
             torch.cuda.empty_cache()
+
+    def _release(self) -> None:
+        if self._gpu:
+            torch.cuda.synchronize(self.device)  # a cycle may be on its way
+        for cycles in self._cycles:
+            cycles.release()
+        self._sampler.release()
 
     def device_memory(self) -> dict[str, int]:
         """Bytes that torch holds on the device now and held at most, and those of the CUDA context,
@@ -231,19 +243,21 @@ class CudaBackend:
             logits=None,
         )
 
-    def _replay(self, program: ops.Program, one: Pass, *, own_room: bool) -> None:
+    def _replay(self, program: ops.Program, one: Pass, place: int | None) -> None:
         """Run a pass by its graph, which is captured when its kind is met again; or its launches
-        one by one."""
+        one by one. place: of its first logits in the room that all passes share, None in another.
+        """
         if one.ids is None:
             self.passes.put_rows(program[0], one)
         launch = partial(self.passes.launch, program, one)
         small = one.num_rows <= sizes.SMALL_ROWS
-        if not self._gpu or own_room or not (small or self._captures_prompts):
+        if not self._gpu or place is None or not (small or self._captures_prompts):
             launch()
             return
         # how attention of many rows is laid out does not depend on the length
         kind = (
-            id(program), one.num_rows, one.num_logits, one.tokens if small else 0, one.ids is None,
+            id(program), one.num_rows, one.num_logits, place, one.tokens if small else 0,
+            one.ids is None,
         )  # fmt: skip
         one.cache.graphs.run(kind, launch, self.passes.registers)
 

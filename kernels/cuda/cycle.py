@@ -21,6 +21,7 @@ from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import ngram, sampling
 from edge_runtime.kernels.cuda.graphs import Graphs
 from edge_runtime.kernels.cuda.launch import Kernel
+from edge_runtime.kernels.cuda.memory import PASS_HINT, asking_for
 from edge_runtime.kernels.cuda.passes import CudaCache, Pass
 from edge_runtime.kernels.cuda.sizes import REPORT_HEADER, REPORT_IDS
 from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA, MOST_FORCED
@@ -69,7 +70,7 @@ class CudaCycles:
         self._settings = sampling.Settings(
             new(ROWS, 3, dtype=torch.int64), new(ROWS, 5, dtype=torch.float64)
         )
-        self._rooms: dict[tuple[bool, int], sampling.Room] = {}
+        self._rooms: dict[bool, sampling.Room] = {}  # by whether top-k or top-p cut
         self._choice = "greedy"
         self._is_forced = False
         gpu = device.type == "cuda"
@@ -88,8 +89,6 @@ class CudaCycles:
         whatever the target chose. What was launched before is dropped."""
         assert parameters.repetition_penalty == 1
         assert parameters.presence_penalty == 0
-        self._prepare()
-        self._room = self._backend.free_room()
         device = self._tokens.device
         self._waiting.clear()
         self._tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
@@ -115,7 +114,6 @@ class CudaCycles:
         """
         assert base + look_up <= MAX_GAMMA
         assert len(self._waiting) < 2, "a report would be overwritten"
-        self._prepare()
         rows = 1 + base + look_up
         assert most_tokens - 1 + rows <= self._cache.capacity, "rows beyond the cache"
         kind = (
@@ -123,9 +121,12 @@ class CudaCycles:
             self._is_forced,
         )  # fmt: skip
         events = self._events[self._count % 2]
-        events.start()
-        self._replay(kind)
-        events.stop()
+        what, num_bytes = f"a cycle of {rows} rows", self._backend.workspace_bytes
+        with asking_for(what, num_bytes, self._tokens.device, PASS_HINT):
+            self._prepare()
+            events.start()
+            self._replay(kind)
+            events.stop()
         self._waiting.append(self._count)
         self._count += 1
 
@@ -141,10 +142,17 @@ class CudaCycles:
 
     # a cycle
 
+    def release(self) -> None:
+        """Give graphs and the sampler's room back; the next cycle makes them anew."""
+        self._graphs.clear()
+        self._rooms.clear()
+
     def _prepare(self) -> None:
-        """Have the registers of both programs: they may have been given back since."""
+        """Have the registers of both programs and the logits' room: they may have been given back
+        since, or lent to logits that someone holds."""
         for program in (self._target, self._draft):
             self._backend.prepare(program)
+        self._room = self._backend.free_room()
 
     def _replay(self, kind: Kind) -> None:
         launch = partial(self._launch, kind)
@@ -244,11 +252,11 @@ class CudaCycles:
         )
 
     def _sampling_room(self, rows: int, *, truncate: bool) -> sampling.Room:
-        if (truncate, rows) not in self._rooms:
-            self._rooms[truncate, rows] = sampling.new_room(
-                rows, self._backend.geometry.num_tokens, self._tokens.device, truncate=truncate
+        if truncate not in self._rooms:
+            self._rooms[truncate] = sampling.new_room(
+                ROWS, self._backend.geometry.num_tokens, self._tokens.device, truncate=truncate
             )
-        return self._rooms[truncate, rows]
+        return self._rooms[truncate].part(rows)
 
     def _chosen(self, rows: int) -> tuple[Tensor, Tensor]:
         """Where the choice of a pass lies: ids and whether its rows are finite."""

@@ -29,8 +29,9 @@ class Graphs:
         return len(self._kept)
 
     def clear(self) -> None:
-        """Free them."""
+        """Free them, and forget what they write to."""
         self._kept.clear()
+        self._writes_to = None
 
     def run(self, kind: Hashable, launch: Callable[[], None], writes_to: object) -> None:
         """Do what `launch` does. writes_to: what the launches of all kinds write to."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from edge_runtime.kernels.cuda import launch
 from edge_runtime.kernels.cuda.launch import Kernel
+from edge_runtime.kernels.cuda.sizes import DIGIT_GROUPS, SMALL_ROWS
 from edge_runtime.kernels.cuda.tiles import Tile, choose
 from edge_runtime.kernels.layout import padded
 from edge_runtime.kernels.ops import LinearWeights, View
@@ -30,10 +31,8 @@ linear_prompt = Kernel("prompt_kernels", "linear_prompt", plain=(11, 12))
 sum_digits = Kernel("prompt_kernels", "sum_digits", plain=(3,))
 
 MULT_PAD = 16  # rows of mult are padded to it: 128-bit loads at any N
-MAX_SMALL_ROWS = 16
 MAX_DOT4_ROWS = 8
 DIGIT_ROWS = 128  # rows of digits are padded to it: a multiple of every prompt tile's tokens
-DIGIT_GROUPS = 32  # and groups to this: what one step of the correction takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ def new_digits(M: int, groups: int, device: torch.device | str) -> Digits:
 
 def takes_digits(M: int, group_size: int) -> bool:
     """Whether a linear of M rows wants the sums as digits: it makes them itself otherwise."""
-    return M > MAX_SMALL_ROWS and group_size > 32
+    return M > SMALL_ROWS and group_size > 32
 
 
 def digits_of(sums: Tensor, out: Digits | None = None) -> Digits:

@@ -76,6 +76,9 @@ def pool(device: torch.device | None = None) -> Pool:
     return Pool(arch=arch, discrete=True, free_bytes=free, total_bytes=total)
 
 
+PASS_HINT = "free memory of the GPU, or open the model with a lower --ctx"
+
+
 @contextlib.contextmanager
 def asking_for(what: str, num_bytes: int, device: torch.device, hint: str) -> Iterator[None]:
     """Turn running out of memory within into a BudgetError that names what was asked for.

@@ -16,7 +16,7 @@ from torch import Tensor
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import sizes
 from edge_runtime.kernels.cuda.activations import Activation
-from edge_runtime.kernels.cuda.linear import DIGIT_GROUPS, DIGIT_ROWS, Digits
+from edge_runtime.kernels.cuda.linear import DIGIT_ROWS, Digits
 from edge_runtime.kernels.cuda.memory import Block, asking_for
 from edge_runtime.kernels.layout import CHUNK_ROWS, padded
 
@@ -50,7 +50,7 @@ class Registers:
                     ((CHUNK_ROWS, groups), torch.int32),
                 ]
                 wanted["digits", groups] = [
-                    ((2 * CHUNK_ROWS * padded(groups, DIGIT_GROUPS),), torch.int8),
+                    ((2 * CHUNK_ROWS * padded(groups, sizes.DIGIT_GROUPS),), torch.int8),
                     ((CHUNK_ROWS,), torch.int32),
                 ]
             if kind == "silu":
@@ -77,7 +77,7 @@ class Registers:
         """Return room for sums int32 [rows, groups] as digits."""
         rows, groups = padded(sums.shape[0], DIGIT_ROWS), sums.shape[1]
         digits, total = self._tensors["digits", groups]
-        shape = (2, rows, padded(groups, DIGIT_GROUPS))
+        shape = (2, rows, padded(groups, sizes.DIGIT_GROUPS))
         return Digits(digits[: math.prod(shape)].view(shape), total[:rows])
 
     def peaks(self, gate_up: Tensor) -> Tensor:

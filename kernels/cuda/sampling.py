@@ -84,6 +84,17 @@ class Room:
     mass: Tensor | None
     keep: Tensor
 
+    def part(self, rows: int) -> Room:
+        """Room for the first `rows` choices, in the same place."""
+        groups = self.bounds.shape[2]
+        bounds = self.bounds.view(-1)[: 2 * rows * groups].view(2, rows, groups)
+        wide = (self.scores, self.sorted, self.order, self.mass)
+        scores, in_order, order, mass = (None if t is None else t[:rows] for t in wide)
+        return Room(
+            self.index[:rows], self.finite[:rows], self.peaks[:rows], self.flags[:rows], bounds,
+            self.sums[:rows], scores, in_order, order, mass, self.keep[:rows],
+        )  # fmt: skip
+
 
 def new_room(rows: int, num_tokens: int, device: torch.device | str, *, truncate: bool) -> Room:
     """Allocate room for `rows` choices; truncate: with top-k or top-p."""

@@ -86,6 +86,12 @@ def logits(rows: int, stride: int) -> int:
     return 4 * rows * stride
 
 
+def sampling(vocabulary: int) -> int:
+    """Bytes of choosing LOGIT_ROWS tokens with top-k or top-p: scores, as they are and sorted,
+    their order and running sums; and what torch sorts in, keys and places twice."""
+    return LOGIT_ROWS * vocabulary * (4 * 8 + 2 * 16)
+
+
 def attention_block(num_heads: int, head_dim: int, arch: int) -> int:
     """Bytes of `attention.Workspace` over a block of tokens: limbs of weights and statistics of
     each query vector, and its values where one kernel makes both."""

@@ -77,7 +77,7 @@ class FloatBackend:
             registers[op.out] = self._run[type(op)](op, registers, batch, cache)
         return registers
 
-    def relieve(self, cache: Any, length: int) -> None:
+    def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
         """Do nothing: a pass keeps nothing here, and torch has no pages to give back."""
 
     def close(self) -> None:

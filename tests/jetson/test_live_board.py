@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,23 +59,31 @@ def test_joules_of_decoding_are_the_boards(engine: Engine, tmp_path: Path) -> No
         idle_mw = meter.idle_mw()
     assert found.gross_j == pytest.approx(truth, rel=0.1)
     assert idle_mw is not None
-    assert idle_mw < 1000 * (IDLE_W + 0.3 * (LOAD_W - IDLE_W))
+    assert 1000 * IDLE_W <= idle_mw < 0.8 * 1000 * truth / (end - begin)  # what reads works too
     assert found.net_j is not None
     assert 0 < found.net_j < found.gross_j
 
 
 def test_clocks_follow_the_load(engine: Engine, tmp_path: Path) -> None:
     with LiveBoard(tmp_path) as board:
-        time.sleep(0.3)
-        assert detect(board.root).gpu.now_mhz == 306
-        clocks = set()
-        begin = time.monotonic()
-        for _ in engine.generate(PROMPT, ignore_eos=True):
-            clocks.add(detect(board.root).gpu.now_mhz)
-            if time.monotonic() > begin + 1 or 918 in clocks:
-                break
-        engine.end_running()
-        assert 918 in clocks
+        clocks: list[float | None] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(0.02):
+                clocks.append(detect(board.root).gpu.now_mhz)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        time.sleep(0.5)
+        idle = len(clocks)
+        end = time.monotonic() + 20
+        while 918 not in clocks[idle:] and time.monotonic() < end:
+            decode_for(engine, 0.2)
+        over.set()
+        looking.join()
+    assert 306 in clocks[:idle]
+    assert 918 in clocks[idle:]
 
 
 def test_heat_throttles_and_a_chat_tells(engine: Engine, tmp_path: Path) -> None:
@@ -86,16 +95,15 @@ def test_heat_throttles_and_a_chat_tells(engine: Engine, tmp_path: Path) -> None
         assert watch.look() == []
         with watch.during(told.append):
             end = time.monotonic() + 20
-            while not board.throttling and time.monotonic() < end:
+            while not told and time.monotonic() < end:
                 decode_for(engine, 0.2)
-            decode_for(engine, 0.3)
-        assert any("throttling: gpu-throttle-alert, gpu at " in line for line in told), told
-        assert detect(board.root).throttling == ("gpu-throttle-alert",) or not board.throttling
+        assert told[0].startswith("throttling: gpu-throttle-alert, gpu at ")
         end = time.monotonic() + 20
-        while board.throttling and time.monotonic() < end:
+        while told[-1] != "throttling is over" and time.monotonic() < end:
             time.sleep(0.05)
-        told += watch.look()
+            told += watch.look()
         assert told[-1] == "throttling is over"
+        assert detect(board.root).throttling == ()
 
 
 def test_joules_of_a_turn(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +181,11 @@ def test_memory_of_the_board_holds_work_back(engine: Engine, tmp_path: Path) -> 
             assert hog.stdout is not None
             assert hog.stdin is not None
             hog.stdout.readline()
-            time.sleep(10 * 0.02)
+            time.sleep(0.5)
             with pytest.raises(MemoryPressure, match="are to stay free"):
                 engine.generate(PROMPT)
             hog.stdin.close()
-        time.sleep(10 * 0.02)
+        time.sleep(0.5)
         again = engine.generate(PROMPT, max_new_tokens=8, ignore_eos=True).complete()
     engine.watch = MemoryWatch()
     assert again.token_ids == want

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from edge_runtime.kernels.cuda import attention as ours
-from edge_runtime.kernels.cuda.attention_tiles import DECODE_ROWS, Tiles
+from edge_runtime.kernels.cuda.attention_tiles import Tiles
 from edge_runtime.kernels.cuda.cache import LayerCache, NestedCache
 from edge_runtime.kernels.cuda.half_attention import ATTEND, COMBINE
 from edge_runtime.kernels.cuda.launch import Kernel, power_of_two
+from edge_runtime.kernels.cuda.sizes import SMALL_ROWS
 from edge_runtime.kernels.cuda.timing import slice as sm_slice
 from edge_runtime.kernels.cuda.timing.entry import Entry, Sizes, num_copies
 from edge_runtime.kernels.cuda.timing.timer import Timer, spread
@@ -147,7 +148,7 @@ def nested(
     layers = [cache.layer(i) for i in range(copies)]
     out = torch.full_like(x[0], float("nan"))
     space = None
-    if M <= DECODE_ROWS:
+    if M <= SMALL_ROWS:
         space = ours.Workspace(M, shape.heads, shape.head_dim, shape.tokens, "cuda", fused_rows=M)
         space.stats.fill_(float("nan"))
         space.values.fill_(float("nan"))

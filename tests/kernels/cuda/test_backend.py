@@ -6,6 +6,8 @@ every one of `PASSES` runs three times: as launches, captured, and replayed.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -265,3 +267,56 @@ def test_a_pass_allocates_nothing_after_the_first_of_its_kind() -> None:
     after = torch.cuda.memory_stats()
     for name in ("allocation.all.allocated", "segment.all.allocated"):
         assert after[name] == before[name], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_given_back_is_gone(device: str) -> None:
+    """Registers, graphs and samplers' rooms, those of cycles too; what runs keeps them."""
+    backend = cuda("D16-R3-biases", device)
+    model, kv = Model(MODELS["D16-R3-biases"][0], backend), backend.new_cache(64)
+    cycles = backend.cycles(model.program("w8"), model.program("w4"), kv, None)
+    cycles.begin([1, 2], Parameters(temperature=0.8, top_k=5))
+    for _ in range(3 if device == "cuda" else 1):
+        cycles.launch(1, 0, 8)
+        cycles.read()
+        model.forward("w8", [1], 0, kv)
+    kept = [weakref.ref(backend.passes.registers), weakref.ref(cycles._rooms[True].index)]
+    backend.relieve(kv, 1, running=True)
+    assert all(ref() is not None for ref in kept)
+    backend.relieve(kv, 1)
+    gc.collect()
+    assert all(ref() is None for ref in kept)
+    cycles.launch(1, 0, 8)
+    assert cycles.read().tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_that_someone_holds_outlive_a_cycle(device: str) -> None:
+    backend = cuda("D16-R3-biases", device)
+    model, kv = Model(MODELS["D16-R3-biases"][0], backend), backend.new_cache(64)
+    cycles = backend.cycles(model.program("w8"), model.program("w4"), kv, None)
+    cycles.begin([1, 2], Parameters())
+    want = model.forward("w8", [3, 4], 0, kv, num_logits=2).numpy()
+    held = model.forward("w8", [3, 4], 0, kv, num_logits=2)
+    cycles.launch(1, 0, 8)
+    cycles.read()
+    assert np.array_equal(held.numpy(), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_want_of_memory_in_a_cycle(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = cuda("D16-R3-biases", device)
+    model, kv = Model(MODELS["D16-R3-biases"][0], backend), backend.new_cache(64)
+    cycles = backend.cycles(model.program("w8"), model.program("w4"), kv, None)
+    cycles.begin([1, 2], Parameters(temperature=0.8, top_k=5))
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(BudgetError, match="takes"):
+            cycles.launch(1, 0, 8)
+    cycles.begin([1, 2], Parameters(temperature=0.8, top_k=5))
+    cycles.launch(1, 0, 8)
+    assert cycles.read().tokens

@@ -36,7 +36,7 @@ from edge_runtime.profiles.load import shape
 
 pytest.importorskip("triton")
 
-from machine_code import JOBS, most_spills
+from machine_code import JOBS, check_spills
 
 from edge_runtime.kernels.cuda import record
 
@@ -141,7 +141,7 @@ def test_nothing_spills_on_an_orin(name: str, signatures: list[Signature]) -> No
     assert len(built) > 60
     for signature, compiled in built.items():
         report = inspect(compiled)
-        assert report.spills <= most_spills(), signature
+        check_spills(signature, report)
         assert ".file" not in compiled.ptx, "paths of this machine"
 
 

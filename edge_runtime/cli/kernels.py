@@ -64,6 +64,7 @@ def save(model: str, out: str, arch: str, jobs: int, baseline: bool, as_json: bo
     require_triton()
     folder = user_path(out)
     _refuse_other(folder, saved.INDEX)
+    folder.mkdir(parents=True, exist_ok=True)  # before the work, so that a bad path is said now
     name, spec, subjects = _subjects(model)
     from edge_runtime.kernels.cuda import record
 

@@ -62,12 +62,19 @@ class EngineOptions:
 
 def options_of_mode(mode: str, options: EngineOptions) -> EngineOptions:
     """Return how a mode of `profile` and `bench decode` opens its engine, as far as it is not the
-    nest's: fp16, w8-kv16 or two-copy."""
+    nest's: fp16, w8-kv16 or two-copy. Raises UsageError for one that the backend does not have."""
     from edge_runtime.measure.worker import LAYOUTS
 
     if mode == "fp16":
         backend = "reference" if options.backend == "cpu" else options.backend
         return replace(options, backend=backend, view="fp", draft="off", threads=None)
+    if mode in LAYOUTS:
+        if options.backend not in ("auto", "cuda"):
+            raise UsageError(
+                f"mode {mode}: expected --backend cuda, got {options.backend}",
+                "leave the mode out; it compares ways to hold a model on a GPU",
+            )
+        options = replace(options, backend="cuda")
     view = "w8" if mode == "w8-kv16" else options.view
     return replace(options, view=view, layout=LAYOUTS.get(mode, "nest"))
 

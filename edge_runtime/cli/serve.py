@@ -23,6 +23,7 @@ from edge_runtime.errors import BackendUnavailable, BitnestError, CheckpointErro
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "BITNEST_EDGE_API_KEY"
+LIMITS = ("max_queue", "queue_s", "request_s", "max_body_bytes", "power")  # as in `Settings`
 MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 
 
@@ -53,6 +54,7 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 )
 @click.option(
     "--queue-seconds",
+    "queue_s",
     type=Finite(min=0, min_open=True),
     default=300.0,
     show_default=True,
@@ -60,6 +62,7 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 )
 @click.option(
     "--request-seconds",
+    "request_s",
     type=Finite(min=0, min_open=True),
     default=600.0,
     show_default=True,
@@ -67,6 +70,7 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 )
 @click.option(
     "--max-body",
+    "max_body_bytes",
     type=click.IntRange(1024, 1 << 30),
     default=4 << 20,
     show_default=True,
@@ -81,6 +85,7 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 )
 @click.option(
     "--power-source",
+    "power",
     default="auto",
     show_default=True,
     help="As of profile; none: no power readings.",
@@ -92,12 +97,7 @@ def command(
     port: int,
     api_key_file: str | None,
     name: str | None,
-    max_queue: int,
-    queue_seconds: float,
-    request_seconds: float,
-    max_body: int,
     drain_seconds: int,
-    power_source: str,
     **rest: Any,
 ) -> None:
     """Serve a model on /v1/chat/completions, /v1/completions and /v1/models, and a page at /.
@@ -124,6 +124,7 @@ def command(
             f"--host {host}: expected a key, since others can reach this address, got none",
             f"--api-key-file F, or the variable {KEY_VARIABLE}; or leave --host at 127.0.0.1",
         )
+    limits = {option: rest.pop(option) for option in LIMITS}
     shared, _ = split_options(rest)
     path = checkpoint_path(model)
     engine = open_checkpoint(Checkpoint(path), shared)
@@ -131,17 +132,10 @@ def command(
         if shared.prompt_cache is not None:
             prefix.load(engine, shared.prompt_cache)
         settings = Settings(
-            model=name or path.resolve().name,
-            key=key,
-            hosts=LOOPBACK if local else None,
-            max_queue=max_queue,
-            max_body_bytes=max_body,
-            queue_s=queue_seconds,
-            request_s=request_seconds,
-            power=power_source,
+            model=name or path.resolve().name, key=key, hosts=LOOPBACK if local else None, **limits
         )
         config = uvicorn.Config(
-            make_app(Worker(engine, max_queue), settings),
+            make_app(Worker(engine, settings.max_queue), settings),
             host=host,
             port=port,
             log_config=None,

@@ -188,10 +188,9 @@ class Engine:
         prompt: text (completed as it is), chat messages, token ids, or spans of ids and embedding
         rows fp32 [n, H] in the original model's basis. max_new_tokens None: up to the context.
         allowed_ids: the only ids that may be chosen; constraint: a rule instead, such as a grammar.
-        template: more for the chat template, such as tools and enable_thinking.
-        logprobs: tokens carry their log-probability and so many alternatives. deadline_s: return
-        what is there by then, flagged `late`. Starting a new generation ends one that was left
-        unfinished. Raises
+        template: more for the chat template, such as tools and enable_thinking. logprobs: tokens
+        carry their log-probability and so many alternatives. deadline_s: return what is there by
+        then, flagged `late`. Starting a new generation ends one that was left unfinished. Raises
         UsageError, ContextError for a prompt that does not fit, and MemoryPressure while other
         processes hold the memory that was to stay free.
         """
@@ -201,20 +200,13 @@ class Engine:
             raise UsageError(f"sampling: expected a Sampling, got {arguments.shown(sampling)}")
         self.end_running()
         spans, continues = self._spans(prompt, template or {})
-        parsed = Prompt(spans, self.model.spec.hidden_size, self.num_tokens)
-        room = self.context - len(parsed)
-        if room < 1:
-            raise ContextError(
-                f"the prompt has {len(parsed)} tokens, the context holds {self.context} "
-                "and at least 1 must be left for the answer",
-                f"shorten the prompt, or allocate more: --ctx up to {self.model.spec.max_position}",
-            )
+        parsed, room = self._parsed(spans)
         wanted = room
         if max_new_tokens is not None:
             wanted = arguments.whole_number("max_new_tokens", max_new_tokens, 1)
+        if allowed_ids is not None and constraint is not None:
+            raise UsageError("allowed_ids and constraint: expected one of them, got both")
         if allowed_ids is not None:
-            if constraint is not None:
-                raise UsageError("allowed_ids and constraint: expected one of them, got both")
             ids = arguments.token_ids("allowed_ids", allowed_ids, self.num_tokens)
             constraint = AllowedIds(ids)
         if logprobs is not None:
@@ -372,6 +364,18 @@ class Engine:
     def num_tokens(self) -> int:
         """Ids that exist: padding rows of the vocabulary are cut off."""
         return min(self.text.num_tokens, self.model.spec.vocab_size)
+
+    def _parsed(self, spans: list[Span]) -> tuple[Prompt, int]:
+        """Return a prompt and how many tokens fit behind it. Raises ContextError for none."""
+        parsed = Prompt(spans, self.model.spec.hidden_size, self.num_tokens)
+        room = self.context - len(parsed)
+        if room < 1:
+            raise ContextError(
+                f"the prompt has {len(parsed)} tokens, the context holds {self.context} "
+                "and at least 1 must be left for the answer",
+                f"shorten the prompt, or allocate more: --ctx up to {self.model.spec.max_position}",
+            )
+        return parsed, room
 
     def _spans(self, prompt: PromptLike, template: Mapping[str, Any]) -> tuple[list[Span], bool]:
         """Return the spans of a prompt, and whether the answer continues its text."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edge_runtime.cache import prompt_file
 from edge_runtime.decode.request import Key
@@ -120,8 +120,7 @@ def chat_beginning(session: Session) -> list[int]:
     """
     texts = []
     for word in ("A", "7"):
-        asked: Any = session.prompt([*session.messages, {"role": "user", "content": word}])
-        texts.append(session.engine.encode_chat(asked) if isinstance(asked[0], dict) else asked)
+        texts.append(session.prompt([*session.messages, {"role": "user", "content": word}]))
     ids: list[int] = texts[0][: common(*texts)]
     if not ids:
         raise UsageError(

@@ -260,11 +260,12 @@ class Answer(Response):
                 await write(self._reply.piece(held, eos=False))
             said += len(event.text)
             held, event = event, await self._events.get()
+        if held is not None:
+            eos = isinstance(event, Result) and event.finish_reason == "eos"
+            await write(self._reply.piece(held, eos=eos))
         if isinstance(event, BitnestError):
             await write(self._reply.broken(event))
         else:
-            if held is not None:
-                await write(self._reply.piece(held, eos=event.finish_reason == "eos"))
             await write(self._reply.last(event, event.text[said:]))
         await send({"type": "http.response.body", "body": b""})
 

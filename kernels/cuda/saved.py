@@ -118,6 +118,9 @@ class Folder:
             if index["sources_sha256"] != sources_sha256():
                 raise _broken(path, "it was made from other kernels than those of this package")
             for facts in index["code"].values():
+                if len(facts["files"]) != 2 or not isinstance(facts["parameters"], list):
+                    raise ValueError("code without its two files and its parameters")
+                str(facts["name"]), int(facts["num_warps"]), int(facts["shared_bytes"])
                 for name, known in facts["files"].items():
                     _check(path, name, **known)
             launches = {_signature(entry): entry["code"] for entry in index["launches"]}

@@ -201,9 +201,8 @@ class Engine:
         self.end_running()
         spans, continues = self._spans(prompt, template or {})
         parsed, room = self._parsed(spans)
-        wanted = room
         if max_new_tokens is not None:
-            wanted = arguments.whole_number("max_new_tokens", max_new_tokens, 1)
+            room = min(room, arguments.whole_number("max_new_tokens", max_new_tokens, 1))
         if allowed_ids is not None and constraint is not None:
             raise UsageError("allowed_ids and constraint: expected one of them, got both")
         if allowed_ids is not None:
@@ -218,7 +217,7 @@ class Engine:
         self._running = Generation(
             self,
             parsed,
-            max_new_tokens=min(wanted, room),
+            max_new_tokens=room,
             sampling=sampling or Sampling(),
             stop=arguments.texts("stop", stop),
             continues=continues,

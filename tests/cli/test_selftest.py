@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,8 @@ def test_every_plane_is_hashed_once(call, tiny_checkpoint: Path, monkeypatch) ->
     monkeypatch.setattr("edge_runtime.format.reader.hashlib.sha256", counting)
     code, out, _ = call("selftest", tiny_checkpoint, "-n", 1, "--limit", 1, "--json")
     assert code == 0
-    tokenizer = (tiny_checkpoint / "tokenizer.json").stat().st_size
-    planes = [size for size in hashed if size != tokenizer]
+    others = [(tiny_checkpoint / f).stat().st_size for f in ("tokenizer.json", "manifest.json")]
+    planes = [size for size in hashed if size not in others]
     assert len(planes) == json.loads(out)["planes_verified"] == 39
 
 
@@ -73,7 +74,8 @@ def test_a_wrong_acceptance_is_caught(call, tiny_checkpoint: Path, monkeypatch) 
     )
     code, _, err = call("selftest", tiny_checkpoint, "-n", 8, "--limit", 1)
     assert code == 5
-    assert "first: draft 1 base, kv4, prompt 0, position" in err
+    # which case meets a rejected draft first depends on how good the drafts are
+    assert re.search(r"first: draft \d base, kv\d+, prompt 0, position", err)
 
 
 def test_a_model_that_depends_on_chunks_is_caught(tiny_checkpoint: Path, monkeypatch) -> None:

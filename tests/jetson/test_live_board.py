@@ -148,7 +148,7 @@ def test_profile_measures_the_board_it_runs_on(
         monkeypatch.setattr(measure_energy, "open_meter", here)
         look = functools.partial(state.snapshot, board.root)
         monkeypatch.setattr(profile.state, "snapshot", look)
-        options = "--modes w8 --context 24 -n 2000 --repeats 6 --backend cpu --threads 1"
+        options = "--modes w8 --context 24 -n 2000 --repeats 40 --backend cpu --threads 1"
         begin = time.monotonic()
         with pytest.raises(SystemExit) as ended:
             main(["profile", str(tiny_checkpoint), *options.split(), "--require-energy", "--json"])

@@ -113,7 +113,7 @@ def parse_bound(text: str) -> float | None:
 @click.option(
     "--calib-tokens",
     type=click.IntRange(min=512),
-    default=12288,
+    default=36864,
     show_default=True,
     metavar="N",
     help="Tokens of it to use, in windows of 512.",

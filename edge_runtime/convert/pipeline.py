@@ -67,7 +67,7 @@ class ConvertOptions:
     refine: Literal["gptq", "closed"] = "gptq"
     bound: float | None = 0.25
     calibration: Path | None = None
-    calibration_tokens: int = 24 * WINDOW
+    calibration_tokens: int = 72 * WINDOW
     r3: bool | None = None
     seed: int = 0
 

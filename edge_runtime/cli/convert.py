@@ -52,7 +52,7 @@ class Converted:
 
 
 def parse_bound(text: str) -> float | None:
-    """Return how far, in base steps, GPTQ may move a code from its weight; None for `none`."""
+    """Return how far, in base steps, the target may miss a weight; None for `none`."""
     if text == "none":
         return None
     try:
@@ -101,8 +101,8 @@ def parse_bound(text: str) -> float | None:
     default="0.25",
     show_default=True,
     metavar="F|none",
-    help="Base steps that a base code may lie from its weight: small favours the target's quality, "
-    "none the draft's.",
+    help="Base steps by which the target may miss a weight for the draft's sake: small favours the "
+    "target's quality, none the draft's.",
 )
 @click.option(
     "--calib",

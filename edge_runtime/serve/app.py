@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,12 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.generation import Generation
 from edge_runtime.decode.request import Result, Token
-from edge_runtime.errors import BitnestError, UsageError
+from edge_runtime.errors import BitnestError, UsageError, cut
 from edge_runtime.serve import openapi, replies, wire
 from edge_runtime.serve.grammar import ANY_OBJECT, Grammars
 from edge_runtime.serve.metrics import Power, State
 from edge_runtime.serve.worker import Event, Job, QueueFull, Worker
 
+BODY_S = 60  # for a request to come in
+LAST_S = 5.0  # for what still runs when the server ends
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -134,18 +136,31 @@ class Server:
     def _known(self, model: str) -> None:
         if model != self.settings.model:
             raise NotHere(
-                f"the model {model!r} is not here: this server has {self.settings.model!r}"
+                f"the model {cut(model)!r} is not here: this server has {self.settings.model!r}"
             )
 
     async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        if (
+            request.headers.get("content-type", "").split(";")[0].strip().lower()
+            != "application/json"
+        ):
             raise HTTPException(415, "expected content-type: application/json")
         most, parts, size = self.settings.max_body_bytes, [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise HTTPException(413, f"expected a request of at most {most} bytes")
-            parts.append(part)
+
+        async def read() -> None:
+            nonlocal size
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise HTTPException(413, f"expected a request of at most {most} bytes")
+                parts.append(part)
+
+        try:
+            await asyncio.wait_for(read(), BODY_S)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"the request did not come within {BODY_S} s") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the client left") from None  # nobody reads it
         return b"".join(parts)
 
     # the rest
@@ -164,8 +179,8 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
-        if self.worker.stopping:
-            return JSONResponse({"status": "stopping"}, 503)
+        if not self.worker.alive:
+            return JSONResponse({"status": "broken"}, 503)
         return JSONResponse({"status": "ok", "model": self.settings.model})
 
     async def metrics(self, request: Request) -> Response:
@@ -224,11 +239,12 @@ class Answer(Response):
 
     async def _send(self, send: Send) -> None:
         try:
-            first = await asyncio.wait_for(self._events.get(), self._queue_s)
+            await asyncio.wait_for(self._events.get(), self._queue_s)  # `Begun`
         except asyncio.TimeoutError:
             raise QueueTimeout(
                 f"no turn came within {self._queue_s:g} s", "try again later"
             ) from None
+        first = await self._events.get()
         if isinstance(first, BitnestError):
             raise first
         await (self._in_chunks if self._stream else self._whole)(first, send)
@@ -239,6 +255,7 @@ class Answer(Response):
             event = await self._events.get()
         if isinstance(event, BitnestError):
             raise event
+        assert isinstance(event, Result)
         body = replies.dumped(self._reply.whole(event))
         await _begin(send, b"application/json", {b"content-length": str(len(body)).encode()})
         await send({"type": "http.response.body", "body": body})
@@ -265,7 +282,7 @@ class Answer(Response):
             await write(self._reply.piece(held, eos=eos))
         if isinstance(event, BitnestError):
             await write(self._reply.broken(event))
-        else:
+        elif isinstance(event, Result):
             await write(self._reply.last(event, event.text[said:]))
         await send({"type": "http.response.body", "body": b""})
 
@@ -354,7 +371,8 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
         try:
             yield
         finally:
-            await asyncio.to_thread(worker.stop)
+            # what was admitted has ended by now, or is given up: uvicorn's drain is over
+            await asyncio.to_thread(worker.stop, drain=False, timeout_s=LAST_S)
             server.state.power.stop()
 
     handlers: dict[Any, Callable[[Request, Exception], Response | Awaitable[Response]]] = {

@@ -94,11 +94,19 @@ class Grammar:
     def allowed(self, answer: Sequence[int]) -> Ids:
         """Return the ids that may follow; after the end, those that end an answer."""
         self._move(answer)
+        self._check()
         if len(self._taken) < len(answer) or self._matcher.is_stopped():
             return np.array(self._eos_ids, np.int64)
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
         ids = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self._num_tokens])
         return ids if len(ids) else np.array(self._eos_ids, np.int64)
+
+    def _check(self) -> None:
+        """Raise where the matcher has given up: what it allows then is no answer of the schema."""
+        if self._matcher.is_error():
+            reason = cut(" ".join(self._matcher.get_error().split()), 300)
+            raise UsageError(f"response_format: the schema is too much to follow: {reason}")
 
     def _move(self, answer: Sequence[int]) -> None:
         shared = 0

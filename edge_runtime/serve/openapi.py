@@ -31,6 +31,7 @@ STATUSES = {
     "403": "Asked for under another host's name",
     "404": "No such model or path",
     "405": "Another method",
+    "408": "The request did not come in time",
     "413": "Too large",
     "415": "Not JSON",
     "429": "The queue is full; retry-after says when to come back",

@@ -19,6 +19,11 @@ from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
 
 MAX_STOPS = 16
+# what the template gets otherwise, and arguments of who renders it
+TEMPLATE_NAMES = {
+    "messages", "tools", "add_generation_prompt", "self", "tokenizer", "bos_id", "add_bos",
+    "bos_token", "eos_token",
+}  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -175,9 +180,7 @@ class ChatRequest(Common, kw_only=True):
         super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("`top_logprobs` needs `logprobs`: true")
-        taken = {"messages", "tools", "add_generation_prompt"} & set(
-            self.chat_template_kwargs or ()
-        )
+        taken = TEMPLATE_NAMES & set(self.chat_template_kwargs or ())
         if taken:
             raise ValueError(f"`chat_template_kwargs` may not hold {', '.join(sorted(taken))}")
         form = self.response_format

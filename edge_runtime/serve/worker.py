@@ -1,7 +1,7 @@
 """The thread that owns the engine, and the queue before it.
 
-Invariant: jobs run one at a time in the order they came; what a job emits goes to its own callback,
-its last event is a `Result` or an error, and there is exactly one of those unless it was cancelled
+Invariant: jobs run one at a time in the order they came; what a job emits goes to its own callback:
+`Begun`, tokens, and a `Result` or an error at the end, exactly one of those unless it was cancelled
 before it began. A job that fails leaves the engine usable.
 """
 
@@ -21,7 +21,12 @@ from edge_runtime.errors import BitnestError, InternalError
 
 log = logging.getLogger(__name__)
 
-Event = Token | Result | BitnestError
+
+class Begun:
+    """A job's turn has come."""
+
+
+Event = Begun | Token | Result | BitnestError
 USUAL_S = 5.0  # of a request, until one was seen
 WEIGHT = 0.2  # of the last request in the running mean of their times
 
@@ -68,6 +73,7 @@ class Job:
         """Run it to its end; the result, if it came to one."""
         if self.cancelled:
             return None
+        self.emit(Begun())
         generation = self._generation = self.make(engine)
         if self.cancelled:  # between the two lines above
             generation.cancel()
@@ -130,10 +136,9 @@ class Worker:
         with self._changed:
             if self._stopping:
                 raise Stopping("the server is shutting down")
-            while self._queue and self._queue[0].cancelled:
-                self._queue.popleft()
-            waiting = sum(not queued.cancelled for queued in self._queue)
-            if waiting >= self._max_queue:
+            self._queue = deque(queued for queued in self._queue if not queued.cancelled)
+            waiting = len(self._queue)
+            if waiting >= self._max_queue and (waiting or self.busy):
                 wait = max(1, round(self._mean_s * (waiting + 1)))
                 raise QueueFull(
                     f"{waiting} requests are waiting, which is all there is room for", wait
@@ -158,9 +163,9 @@ class Worker:
             return self._emitted + (0 if self._running is None else self._running.emitted)
 
     @property
-    def stopping(self) -> bool:
-        """Whether no new jobs are taken."""
-        return self._stopping
+    def alive(self) -> bool:
+        """Whether jobs are run."""
+        return self._thread.is_alive()
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> bool:
         """Take no more jobs; let those that are there end, or cancel them. Whether all ended."""
@@ -197,7 +202,7 @@ class Worker:
         except BitnestError as error:
             how = "error"
             job.emit(error)
-        except Exception as error:  # a bug must not end the thread that all requests need
+        except BaseException as error:  # not even a panic may end the thread that all need
             log.exception("a request failed")
             how = "error"
             job.emit(InternalError(f"internal error: {type(error).__name__}"))

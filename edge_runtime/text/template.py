@@ -98,15 +98,19 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the prompt's ids; `add_bos` puts BOS first unless the template wrote it."""
         marks = _Marks(tokenizer)
-        safe_messages = [
-            {k: v if k == "role" else marks.hide(v) for k, v in m.items()} for m in messages
-        ]
-        safe_tools = marks.hide(list(tools)) if tools else None
+        try:
+            safe_messages = [
+                {k: v if k == "role" else marks.hide(v) for k, v in m.items()} for m in messages
+            ]
+            safe_tools = marks.hide(list(tools)) if tools else None
+            variables = {k: marks.hide(v) for k, v in variables.items()}
+        except RecursionError:
+            raise UsageError("what the chat template gets is nested too deeply") from None
         text = self.render(
             safe_messages,
             add_generation_prompt=add_generation_prompt,
             tools=safe_tools,
-            **{k: marks.hide(v) for k, v in variables.items()},
+            **variables,
         )
         if marks.used:
             ids = tokenizer.encode_segments(marks.segments(text))

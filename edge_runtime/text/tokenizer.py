@@ -145,7 +145,8 @@ class Tokenizer:
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         with self._lock:  # the switch belongs to the shared tokenizer, not to the call
             self._inner.encode_special_tokens = not allow_special
-            encoding = self._inner.encode(text, add_special_tokens=False)
+            # as a batch: that lets other threads run meanwhile
+            [encoding] = self._inner.encode_batch([text], add_special_tokens=False)
         return [int(i) for i in encoding.ids]
 
     def _encode_broken_up(self, text: str) -> list[int]:

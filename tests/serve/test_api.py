@@ -142,6 +142,11 @@ def raw(running: Running, path: str, body: Any, **options: Any) -> httpx.Respons
         return client.post(path, json=body, **options)
 
 
+DEEP: list[Any] = []
+for _ in range(900):
+    DEEP = [DEEP]
+
+
 @pytest.mark.parametrize(("change", "status", "says"), [
     ({"model": "other"}, 404, "the model 'other' is not here"),
     ({"messages": []}, 400, "length >= 1"),
@@ -162,6 +167,10 @@ def raw(running: Running, path: str, body: Any, **options: Any) -> httpx.Respons
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}},
      400, "response_format"),
     ({"chat_template_kwargs": {"tools": []}}, 400, "may not hold tools"),
+    ({"chat_template_kwargs": {"tokenizer": 1, "self": 2}}, 400, "may not hold self, tokenizer"),
+    ({"chat_template_kwargs": {"x": DEEP}}, 400, "nested too deeply"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+     400, "response_format"),
 ])  # fmt: skip
 def test_what_is_refused(running: Running, change: Any, status: int, says: str) -> None:
     for stream in (False, True):

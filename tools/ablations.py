@@ -138,14 +138,13 @@ ABLATIONS = {
 
 def run(arguments: str, stem: Path) -> dict[str, Any]:
     """Run a command and keep its document; an `eval` goes on where it stopped."""
-    file = stem.with_suffix(".json")
-    if not file.exists():
-        words = [*arguments.split("\0"), "--json"]
-        if words[0] == "eval":
-            words += ["--resume", str(stem.with_suffix(".items"))]
-        done = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, text=True, check=True)
-        file.write_text(done.stdout.splitlines()[-1])
-    found: dict[str, Any] = json.loads(file.read_text())
+    words = [*arguments.split("\0"), "--json"]
+    if words[0] == "eval":
+        words += ["--resume", str(stem.with_suffix(".items"))]
+    done = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, text=True, check=True)
+    document = done.stdout.splitlines()[-1]
+    stem.with_suffix(".json").write_text(document)
+    found: dict[str, Any] = json.loads(document)
     return found
 
 
@@ -170,8 +169,10 @@ def cell(what: str | Ours, rows: Sequence[dict[str, Any]]) -> str:
             and row.get("against") == what.against
             and what.workload in (None, row["workload"])
         ):
-            low, high = row["ci95"] or (row["value"], row["value"])
-            return f"{row['value']:.4g} ({low:.4g} to {high:.4g}; n {row['n']})"
+            interval = ""
+            if row["ci95"] is not None:
+                interval = "{:.4g} to {:.4g}; ".format(*row["ci95"])
+            return f"{row['value']:.4g} ({interval}n {row['n']})"
     return "not measured"
 
 

@@ -113,6 +113,8 @@ class Terminal:
         self._fd, child = pty.openpty()
         self.resize(*size)
         environment = {**os.environ, "NO_COLOR": "1", "TERM": term, "XDG_STATE_HOME": str(state)}
+        for name in ("COLUMNS", "LINES"):  # pytest-xdist sets them, and they beat the terminal's
+            environment.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-c", ENTER.format(before=before), *map(str, args)],
             stdin=child,

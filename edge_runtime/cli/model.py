@@ -68,13 +68,11 @@ def options_of_mode(mode: str, options: EngineOptions) -> EngineOptions:
     if mode == "fp16":
         backend = "reference" if options.backend == "cpu" else options.backend
         return replace(options, backend=backend, view="fp", draft="off", threads=None)
-    if mode in LAYOUTS:
-        if options.backend not in ("auto", "cuda"):
-            raise UsageError(
-                f"mode {mode}: expected --backend cuda, got {options.backend}",
-                "leave the mode out; it compares ways to hold a model on a GPU",
-            )
-        options = replace(options, backend="cuda")
+    if mode in LAYOUTS and options.backend not in ("auto", "cuda"):
+        raise UsageError(
+            f"mode {mode}: expected --backend cuda, got {options.backend}",
+            "leave the mode out; it compares ways to hold a model on a GPU",
+        )
     view = "w8" if mode == "w8-kv16" else options.view
     return replace(options, view=view, layout=LAYOUTS.get(mode, "nest"))
 

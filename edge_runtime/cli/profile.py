@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from edge_runtime.cli.model import (
-    EngineOptions,
-    checkpoint_path,
-    options_of_mode,
-    original_option,
-)
+from edge_runtime.cli.model import checkpoint_path, original_option
 from edge_runtime.cli.options import (
     Parsed,
     backend_option,
@@ -181,8 +176,6 @@ def _check(asked: dict[str, Any]) -> None:
         "--gamma": asked["gammas"] is not None and not {"nest", "two-copy"} & {*asked["modes"]},
         "--original": asked["original"] is not None and "fp16" not in asked["modes"],
     }
-    for mode in asked["modes"]:
-        options_of_mode(mode, EngineOptions(backend=asked["backend"]))
     needs = {"--power-source": "--energy", "--gamma": "nest in --modes", "--original": "fp16"}
     for option, in_vain in vain.items():
         if in_vain:

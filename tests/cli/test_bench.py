@@ -43,7 +43,7 @@ def test_decode_beside_the_unquantised_model(call, tiny_checkpoint: Path) -> Non
     assert "fp16" in err
     code, _, err = call(*args, "--also", "w8-kv16")
     assert code == 2
-    assert "layout w8 is there on the cuda backend only, not on cpu" in err
+    assert "mode w8-kv16: expected --backend cuda, got cpu" in err
     for wrong, said in ((("--also", "w9"), "none of"), (("--original", "x"), "without --also")):
         code, _, err = call(*args, *wrong)
         assert code == 2

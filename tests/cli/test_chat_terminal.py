@@ -215,7 +215,7 @@ def test_a_narrow_terminal(start: Any, tmp_path: Path) -> None:
     chat.type(f"{words}\r")
     chat.until(" tok ")
     figures = "tok " + chat.until(">>>")
-    assert all(len(line) <= 20 for line in figures.splitlines())
+    assert all(len(line) <= 20 for line in figures.splitlines()), figures.splitlines()
     assert asked(chat, tmp_path / "chat.json") == [words]
     leave(chat)
 

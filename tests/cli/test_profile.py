@@ -105,7 +105,7 @@ def test_layouts_of_a_gpu_are_refused_elsewhere(call, tiny_checkpoint: Path) -> 
         ("w8", None, "ok"), ("fp16", None, "ok"), ("w8-kv16", None, "refused"),
         ("two-copy", 2, "refused"),
     ]  # fmt: skip
-    assert "on the cuda backend only, not on cpu" in rows[-1]["reason"]
+    assert "mode two-copy: expected --backend cuda, got cpu" in rows[-1]["reason"]
 
 
 def test_the_longest_context_is_proven(call, tiny_checkpoint: Path) -> None:

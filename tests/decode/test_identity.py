@@ -197,7 +197,15 @@ def test_eos_inside_an_accepted_run(engines: Engines, scripted: Any, at: int) ->
 
 
 def test_stop_strings(engines: Engines, scripted: Any) -> None:
-    prompt = random_prompt(6, 30)
+    checked = 0
+    for seed in range(6, 12):  # of a random model: not every answer is text
+        checked += stops_checked(engines, scripted, random_prompt(seed, 30))
+        if checked >= 2:
+            return
+    raise AssertionError("no answer was text")
+
+
+def stops_checked(engines: Engines, scripted: Any, prompt: list[int]) -> int:
     whole = plain(engines, "llama", prompt)
     checked = 0
     for start in range(0, max(0, len(whole.text) - 3), 3):
@@ -214,7 +222,7 @@ def test_stop_strings(engines: Engines, scripted: Any) -> None:
         got = run(engines(gamma=7), prompt, stop=[stop], draft_source=oracle)
         assert answers(got) == answers(want)
         checked += 1
-    assert checked >= 2
+    return checked
 
 
 def test_the_end_of_the_context(engines: Engines, scripted: Any) -> None:

@@ -221,7 +221,6 @@ class Answer(Response):
     ) -> None:  # fmt: skip
         self._job, self._events, self._reply = job, events, reply
         self._stream, self._queue_s = stream, queue_s
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. Raises what the job raised before it said anything."""
@@ -396,6 +395,3 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
     )
     app.add_middleware(Guard, settings=settings)
     return app
-
-
-__all__ = ["Result", "Settings", "make_app"]

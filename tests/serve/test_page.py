@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from edge_runtime.errors import ContextError
+from edge_runtime.serve.worker import Job
 
 from .chromium import Page
 from .conftest import MODEL, Running
@@ -209,12 +211,18 @@ def test_a_full_queue(speaker: Speaker, serve: Serve, visit: Visit) -> None:
     running = serve(speaker, max_queue=0)
     running.worker._mean_s = 1.0
     page = visit(running)
+    speaker.pace_s = 60.0  # another's answer, which leaves no room
+    other = Job(lambda engine: engine.generate("x"), lambda event: None)
+    running.worker.submit(other)
+    while not running.worker.busy:
+        time.sleep(0.01)
     say(page, "is there room?")
     page.until("!running && $('error').innerText")
     assert "try again in" in page.text("#error")
     assert page.js("$('text').value") == "is there room?"
     assert page.js("chat.messages.length") == 0
     page.until("$('error').innerText.includes('room now')")
+    other.cancel()
 
 
 def test_a_full_context(page: Page, speaker: Speaker) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-NX16 = {
+NX16: dict[str, Any] = {
     "model": "NVIDIA Jetson Orin NX Engineering Reference Developer Kit",
     "compatible": ("nvidia,p3768-0000+p3767-0000", "nvidia,p3767-0000", "nvidia,tegra234"),
     "l4t": "36.4.3",

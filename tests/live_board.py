@@ -35,7 +35,7 @@ class LiveBoard:
         """heat_c_per_j: degrees that a joule above idle adds; cooling_per_s: share of what is above
         COLD_C that goes in a second."""
         board = boards.NX16 | {"gpu_mhz": (306, 306, 918)}
-        self.root = boards.make(root, **board)  # type: ignore[arg-type]
+        self.root = boards.make(root, **board)
         self._heat, self._cooling = heat_c_per_j, cooling_per_s
         self._me = psutil.Process()
         self._rss = self._resident()

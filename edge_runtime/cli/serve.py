@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def command(
     watches. One request runs at a time, the others wait in order.
     """
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401  (`_run` needs it: told before anything is loaded)
 
         from edge_runtime.serve.app import LOOPBACK, Settings, make_app
         from edge_runtime.serve.worker import Worker
@@ -134,31 +135,35 @@ def command(
         settings = Settings(
             model=name or path.resolve().name, key=key, hosts=LOOPBACK if local else None, **limits
         )
-        config = uvicorn.Config(
-            make_app(Worker(engine, settings.max_queue), settings),
-            host=host,
-            port=port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=drain_seconds,
-            timeout_keep_alive=30,
-            lifespan="on",
-        )
-        _run(uvicorn, config, settings.model)
+        app = make_app(Worker(engine, settings.max_queue), settings)
+        _run(app, settings.model, host, port, drain_seconds)
 
 
-def _run(uvicorn: Any, config: Any, name: str) -> None:
-    class Server(uvicorn.Server):  # type: ignore[misc]
-        async def startup(self, sockets: Any = None) -> None:
+def _run(app: Any, name: str, host: str, port: int, drain_seconds: int) -> None:
+    """Listen until a signal. Raises BitnestError where it cannot."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Listen, and say where."""
             await super().startup(sockets)
             for server in self.servers:
                 for listener in server.sockets:
-                    where, port = listener.getsockname()[:2]
+                    where, at = listener.getsockname()[:2]
                     shown = f"[{where}]" if ":" in where else where
-                    log.info("%s at http://%s:%d/ (API: /v1)", name, shown, port)
+                    log.info("%s at http://%s:%d/ (API: /v1)", name, shown, at)
 
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_seconds,
+        timeout_keep_alive=30,
+        lifespan="on",
+    )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # uvicorn has handlers of its own while it runs, and sends itself the signal again at its end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -166,7 +171,7 @@ def _run(uvicorn: Any, config: Any, name: str) -> None:
         Server(config).run()
     except SystemExit:  # uvicorn's way to say that it could not listen
         raise BitnestError(
-            f"cannot listen on {config.host} port {config.port}",
+            f"cannot listen on {host} port {port}",
             "is another server there? --port takes another",
         ) from None
 

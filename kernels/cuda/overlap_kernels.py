@@ -14,6 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _control(INSTRUCTION: tl.constexpr):
+    """What `tl.extra.cuda` has for it is broken in Triton 3.4."""
     tl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

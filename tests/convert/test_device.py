@@ -104,7 +104,9 @@ def test_chunks_of_a_device_change_little(monkeypatch: pytest.MonkeyPatch) -> No
     assert found[0][1] == pytest.approx(found[1][1], rel=0.01)
 
 
-def test_a_stopped_conversion_continues_on_its_device_only(tmp_path: Path) -> None:
+def test_a_stopped_conversion_continues_on_its_device_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_models.write_hf(tmp_path / "source")
     simple = {"base": "rtn", "refine": "closed"}
     with OtherDevice():
@@ -117,7 +119,7 @@ def test_a_stopped_conversion_continues_on_its_device_only(tmp_path: Path) -> No
                 raise OSError(28, "No space left on device")
             write(shard, *args)
 
-        stopped.writer.shard = torn  # type: ignore[method-assign]
+        monkeypatch.setattr(stopped.writer, "shard", torn)
         with pytest.raises(OSError, match="No space"):
             stopped.run()
         with pytest.raises(UsageError, match="with other options"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,7 @@ def test_what_is_refused(engines: Callable[..., Engine]) -> None:
     engine = engines("llama")
     with pytest.raises(UsageError, match="expected one of them, got both"):
         engine.generate(PROMPT, allowed_ids=[1], constraint=Alternating(9))
-    for count in (-1, 21, 1.5, True):
+    wrong: tuple[Any, ...] = (-1, 21, 1.5, True)
+    for count in wrong:
         with pytest.raises(UsageError, match="logprobs: expected a whole number from 0 to 20"):
-            engine.generate(PROMPT, logprobs=count)  # type: ignore[arg-type]
+            engine.generate(PROMPT, logprobs=count)

@@ -75,6 +75,7 @@ def views(
     request: pytest.FixtureRequest, open_tiny: Callable[[str, str], Engine]
 ) -> Iterator[Views]:
     if request.param == "cuda" and not torch.cuda.is_available():
+        # every view is a model of its own, and reads whole texts
         pytest.skip("no GPU: the interpreter takes minutes for each view")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for sizes like these a second one only waits

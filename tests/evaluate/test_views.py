@@ -14,6 +14,7 @@ from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
 from edge_runtime.evaluate import views as views_module
 from edge_runtime.evaluate.views import Views, ViewSpec, parse_view
+from edge_runtime.kernels.ops import View
 
 IDS = np.random.default_rng(4).integers(0, 270, 90).tolist()
 NAMES = ("fp", "w8a8", "nest", "w4", "nest:kv4", "w4:recent:64", "draft", "draft:kv4")
@@ -63,7 +64,8 @@ def test_a_draft_as_it_really_runs(views: Views, name: str) -> None:
 def test_the_target_and_its_policies(views: Views) -> None:
     engine = views.engine("nest")
     cache = engine.model.backend.new_cache(len(IDS))
-    for name, view in (("nest", "w8"), ("w8", "w8"), ("w4", "w4"), ("nest:kv4", "w8")):
+    cases: dict[str, View] = {"nest": "w8", "w8": "w8", "w4": "w4", "nest:kv4": "w8"}
+    for name, view in cases.items():
         policy = parse_view(name).policy
         logits = engine.model.forward(
             view,
@@ -71,7 +73,7 @@ def test_the_target_and_its_policies(views: Views) -> None:
             0,
             cache,
             policy=policy,
-            num_logits=len(IDS),  # type: ignore[arg-type]  # `view` is a str to the checker
+            num_logits=len(IDS),
         )
         assert rows(views, name).tobytes() == logits.numpy().tobytes()
     assert rows(views, "nest:kv4").tobytes() != rows(views, "nest").tobytes()

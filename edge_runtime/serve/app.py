@@ -105,6 +105,7 @@ class Server:
         self, request: Request, asked: Any, prompt: Any, options: dict[str, Any],
         schema: dict[str, Any] | None, *, chat: bool,
     ) -> Response:  # fmt: skip
+        rules = None if schema is None else await self.grammars.tried(schema)
         limit_s = self.settings.request_s
         options |= {
             "max_new_tokens": asked.limit,
@@ -116,7 +117,7 @@ class Server:
         }
 
         def make(engine: Engine) -> Generation:
-            constraint = None if schema is None else self.grammars.of_schema(schema)
+            constraint = None if rules is None else self.grammars.of_schema(rules)
             return engine.generate(prompt, constraint=constraint, **options)
 
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -365,6 +366,7 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await asyncio.to_thread(server.grammars.start)
         worker.start()
         server.state.power.start()
         try:
@@ -372,6 +374,7 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
         finally:
             # what was admitted has ended by now, or is given up: uvicorn's drain is over
             await asyncio.to_thread(worker.stop, drain=False, timeout_s=LAST_S)
+            server.grammars.stop()
             server.state.power.stop()
 
     handlers: dict[Any, Callable[[Request, Exception], Response | Awaitable[Response]]] = {

@@ -6,7 +6,7 @@ matcher is moved to the answer asked about, and steps are taken back where a dra
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,74 +14,67 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edge_runtime.decode.constraint import Ids
-from edge_runtime.errors import BackendUnavailable, UsageError, cut
+from edge_runtime.errors import BackendUnavailable, UsageError
+from edge_runtime.serve import schema
+from edge_runtime.serve.schema import MAX_SCHEMA_CHARS, Vocabulary
+from edge_runtime.serve.trial import Trials
 
 if TYPE_CHECKING:
     from edge_runtime.decode.engine import Engine
-    from edge_runtime.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
-MAX_SCHEMA_CHARS = 100_000
-# one line: where any white space may stand, small models write nothing else
-FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
-    """Makes rules for one engine's vocabulary, which is told to llguidance once, on first use."""
+    """Makes rules for one engine's vocabulary, which is told to llguidance at the start."""
 
     def __init__(self, engine: Engine) -> None:
-        self._tokenizer, self._num_tokens = engine.tokenizer, engine.num_tokens
-        self._eos_ids = sorted(engine.eos_ids)
-        self._vocabulary: Any = None
+        self._engine = engine
+        self._told: Any = None
+        self._trials: Trials | None = None
+        self._turn = asyncio.Lock()
 
-    def of_schema(self, schema: dict[str, Any]) -> Grammar:
-        """Return the rule of a JSON schema. Raises UsageError, BackendUnavailable."""
-        if importlib.util.find_spec("llguidance") is None:
+    def start(self) -> None:
+        """Tell the vocabulary, here and to the helper that tries schemas; nothing without
+        llguidance."""
+        if schema.installed():
+            vocabulary = Vocabulary.of(self._engine)
+            self._trials = Trials(vocabulary)
+            self._trials.start()
+            self._told = vocabulary.told()
+
+    def stop(self) -> None:
+        """End the helper."""
+        if self._trials is not None:
+            self._trials.stop()
+
+    async def tried(self, wanted: dict[str, Any]) -> str:
+        """Return the text of a schema that can be followed within the limits. Raises UsageError,
+        BackendUnavailable."""
+        if self._trials is None:
             raise BackendUnavailable(
                 "response_format needs llguidance, which is not installed",
                 "pip install 'bitnest-edge[serve]'",
             )
-        from llguidance import LLMatcher
-
-        text = json.dumps(schema)
+        try:
+            text = json.dumps(wanted)
+        except RecursionError:
+            raise UsageError("response_format: the schema is nested too deeply") from None
         if len(text) > MAX_SCHEMA_CHARS:
             raise UsageError(
                 f"response_format: expected a schema of at most {MAX_SCHEMA_CHARS} characters, "
                 f"got {len(text)}"
             )
-        try:
-            rules = LLMatcher.grammar_from_json_schema(text, overrides=FORM)
-            matcher = LLMatcher(self._told(), rules, log_level=0)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"response_format: {cut(' '.join(str(error).split()), 300)}") from None
-        if matcher.is_error():
-            reason = cut(" ".join(matcher.get_error().split()), 300)
-            raise UsageError(f"response_format: the schema cannot be followed: {reason}")
-        return Grammar(matcher, self._num_tokens, self._eos_ids)
+        if not self._trials.knows(text):
+            async with self._turn:  # one thread of those that others need too
+                await asyncio.to_thread(self._trials.run, text)
+        self._trials.check(text)
+        return text
 
-    def _told(self) -> Any:
-        if self._vocabulary is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
-
-            known = TokenizerWrapper(_Vocabulary(self._tokenizer, self._num_tokens, self._eos_ids))
-            self._vocabulary = LLTokenizer(known, self._num_tokens, eos_token=self._eos_ids)
-        return self._vocabulary
-
-
-class _Vocabulary:
-    """What llguidance asks a tokenizer for."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, num_tokens: int, eos_ids: list[int]) -> None:
-        ids = range(num_tokens)
-        self.eos_token_id = eos_ids[0]
-        self.tokens = [tokenizer.token_bytes(i, skip_special=False) for i in ids]
-        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), allow_special=False)
+    def of_schema(self, text: str) -> Grammar:
+        """Return the rule of a schema that was tried. Raises UsageError."""
+        found = schema.matcher(self._told, text)
+        return Grammar(found, self._engine.num_tokens, sorted(self._engine.eos_ids))
 
 
 class Grammar:
@@ -94,19 +87,12 @@ class Grammar:
     def allowed(self, answer: Sequence[int]) -> Ids:
         """Return the ids that may follow; after the end, those that end an answer."""
         self._move(answer)
-        self._check()
-        if len(self._taken) < len(answer) or self._matcher.is_stopped():
+        ended = len(self._taken) < len(answer) or self._matcher.is_stopped()
+        if ended and not self._matcher.is_error():
             return np.array(self._eos_ids, np.int64)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self._num_tokens])
+        bits = np.frombuffer(schema.mask(self._matcher), np.uint8)
+        ids = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._num_tokens])
         return ids if len(ids) else np.array(self._eos_ids, np.int64)
-
-    def _check(self) -> None:
-        """Raise where the matcher has given up: what it allows then is no answer of the schema."""
-        if self._matcher.is_error():
-            reason = cut(" ".join(self._matcher.get_error().split()), 300)
-            raise UsageError(f"response_format: the schema is too much to follow: {reason}")
 
     def _move(self, answer: Sequence[int]) -> None:
         shared = 0

@@ -64,7 +64,9 @@ class Speaker:
 
     context, backend_name, view, num_tokens = 512, "cpu", "nest", 5
     eos_ids: frozenset[int] = frozenset([0])
-    tokenizer = SimpleNamespace(token_bytes=lambda i, skip_special=True: b"x")
+    tokenizer = SimpleNamespace(
+        token_bytes=lambda i, skip_special=True: b"x", is_special=lambda i: i == 0
+    )
 
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers) or [MARKDOWN]

@@ -54,7 +54,9 @@ class Slow:
 
     context, backend_name, view, num_tokens = 64, "none", "nest", 5
     eos_ids: frozenset[int] = frozenset([0])
-    tokenizer = SimpleNamespace(token_bytes=lambda i, skip_special=True: b"x")
+    tokenizer = SimpleNamespace(
+        token_bytes=lambda i, skip_special=True: b"x", is_special=lambda i: i == 0
+    )
 
     def __init__(self) -> None:
         self.go, self.cancelled = threading.Event(), threading.Event()

@@ -1,0 +1,150 @@
+"""Schemas that would take minutes or gigabytes are refused, and the others pay once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from edge_runtime import Engine
+from edge_runtime.errors import UsageError
+from edge_runtime.serve import trial
+from edge_runtime.serve.schema import Vocabulary
+from edge_runtime.serve.trial import Limits, Trials
+
+from .conftest import MODEL, Running
+
+USUAL = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
+PATTERNS = {
+    "allOf": [{"type": "string", "pattern": f"^.*[ab].{{{i}}}$"} for i in range(10, 40)]
+}  # fmt: skip
+FACTORS = {"allOf": [{"type": "integer", "multipleOf": n} for n in (3, 7, 11, 13, 17, 19, 23)]}
+WORDS = {"allOf": [{"type": "string", "pattern": f"{i * 7919 % 100003:05d}"} for i in range(300)]}
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"x": DEEP}}
+HUGE = {"enum": [f"{i:08d}" for i in range(20000)]}
+
+
+@pytest.fixture(scope="module")
+def trials(engine: Engine) -> Iterator[Trials]:
+    started = Trials(Vocabulary.of(engine))
+    started.start()
+    yield started
+    started.stop()
+
+
+def ask(running: Running, schema: Any) -> Any:
+    body = {
+        "model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }  # fmt: skip
+    with running.client() as client:
+        return client.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize(("schema", "says"), [
+    (PATTERNS, "takes more than"), (FACTORS, "takes more than"), (WORDS, "takes more than"),
+    (DEEP, "recursion limit"), (HUGE, "at most 100000 characters"),
+])  # fmt: skip
+def test_hostile_schemas(running: Running, schema: Any, says: str) -> None:
+    """Refused in a few seconds, in one line; the server answers meanwhile and has not grown."""
+    ask(running, {"type": "integer"})
+    before = psutil.Process().memory_info().rss
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(running, schema)))
+    asking.start()
+    worst = 0.0
+    with running.client() as client:
+        while asking.is_alive():
+            started = time.monotonic()
+            assert client.get("/health").status_code == 200
+            worst = max(worst, time.monotonic() - started)
+            time.sleep(0.02)
+    assert worst < 1
+    assert answers[0].status_code == 400
+    message = answers[0].json()["error"]["message"]
+    assert says in message
+    assert "\n" not in message
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    started = time.monotonic()
+    assert ask(running, schema).status_code == 400  # remembered
+    assert time.monotonic() - started < 1
+
+
+def test_the_usual_schema(trials: Trials) -> None:
+    """It passes, also where text is forced and where it holds all that may."""
+    names = [f"{i * 7919:09d}" for i in range(6000)]
+    for text in (USUAL, '{"const": "a long text, 轨道 🚆"}', json.dumps({"enum": names})):
+        trials.run(text)
+        trials.check(text)
+
+
+def test_limits(engine: Engine) -> None:
+    names = json.dumps({"enum": [f"{i * 7919:09d}" for i in range(6000)]})
+    for limits, says in (
+        (Limits(memory_bytes=1 << 20), "1 MiB of memory"), (Limits(wall_s=1), "or 1 s"),
+        (Limits(cpu_s=1), "1 s of CPU time"),
+    ):  # fmt: skip
+        small = Trials(Vocabulary.of(engine), limits)
+        for text in (names, json.dumps(FACTORS)):
+            small.run(text)
+        with pytest.raises(UsageError, match=says):
+            small.check(names if "memory" in says else json.dumps(FACTORS))
+        small.stop()
+
+
+def test_a_schema_is_tried_once(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    verdict = trials._verdict
+
+    def noted(text: str) -> trial.Verdict:
+        tried.append(text)
+        return verdict(text)
+
+    monkeypatch.setattr(trials, "_verdict", noted)
+    for _ in range(3):
+        trials.run('{"type": "number"}')
+        trials.run('{"type": "what"}')
+    assert len(tried) == 2
+    trials.check('{"type": "number"}')
+    with pytest.raises(UsageError, match="cannot be followed"):
+        trials.check('{"type": "what"}')
+    for n in range(trial.MOST_KNOWN):
+        trials.run(f'{{"const": {n}}}')
+    assert not trials.knows('{"type": "number"}')
+    assert len(trials._known) == trial.MOST_KNOWN
+
+
+def test_a_helper_that_is_killed_comes_back(trials: Trials) -> None:
+    trials.run('{"const": "a"}')
+    assert trials._helper is not None
+    os.kill(trials._helper.pid, signal.SIGKILL)
+    trials.run('{"const": "b"}')
+    trials.check('{"const": "b"}')
+
+
+def test_a_signal_of_the_terminal_leaves_the_helper(trials: Trials) -> None:
+    trials.run('{"const": "c"}')
+    assert trials._helper is not None
+    helper = trials._helper
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(helper.pid, number)
+    trials.run('{"const": "d"}')
+    assert trials._helper is helper
+
+
+def test_it_ends_with_the_server(engine: Engine, serve: Callable[..., Running]) -> None:
+    before = set(psutil.Process().children())
+    running = serve(engine)
+    assert ask(running, {"type": "boolean"}).status_code == 200
+    [helper] = set(psutil.Process().children()) - before
+    running.stop()
+    assert not helper.is_running()

@@ -379,10 +379,11 @@ class Engine:
     def _spans(self, prompt: PromptLike, template: Mapping[str, Any]) -> tuple[list[Span], bool]:
         """Return the spans of a prompt, and whether the answer continues its text."""
         if isinstance(prompt, str):
+            self.tokenizer.check_fits(prompt, self.context)
             return [self.encode_text(prompt)], True
         items = arguments.prompt_items(prompt)
         if items and isinstance(items[0], Mapping):
-            return [self.encode_chat(items, **template)], False
+            return [self.encode_chat(items, max_tokens=self.context, **template)], False
         if items and isinstance(items[0], (np.ndarray, list, tuple)):
             return items, True
         return [items], True

@@ -22,7 +22,7 @@ MAX_STOPS = 16
 # what the template gets otherwise, and arguments of who renders it
 TEMPLATE_NAMES = {
     "messages", "tools", "add_generation_prompt", "self", "tokenizer", "bos_id", "add_bos",
-    "bos_token", "eos_token",
+    "bos_token", "eos_token", "max_tokens",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),

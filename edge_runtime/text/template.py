@@ -94,9 +94,13 @@ class ChatTemplate:
         add_bos: bool = False,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the prompt's ids; `add_bos` puts BOS first unless the template wrote it."""
+        """Return the prompt's ids; `add_bos` puts BOS first unless the template wrote it.
+
+        Raises ContextError for text that cannot fit in `max_tokens`, before it is encoded.
+        """
         marks = _Marks(tokenizer)
         try:
             safe_messages = [
@@ -112,8 +116,11 @@ class ChatTemplate:
             tools=safe_tools,
             **variables,
         )
+        segments = marks.segments(text)
+        if max_tokens is not None:
+            tokenizer.check_fits("".join(part for part, _ in segments), max_tokens)
         if marks.used:
-            ids = tokenizer.encode_segments(marks.segments(text))
+            ids = tokenizer.encode_segments(segments)
         else:
             ids = tokenizer.encode(text, allow_special=True)
         if add_bos and bos_id is not None and ids[:1] != [bos_id]:

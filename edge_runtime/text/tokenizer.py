@@ -13,14 +13,15 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import tokenizers
 
-from edge_runtime.errors import CheckpointError
+from edge_runtime.errors import CheckpointError, ContextError
 
 _SPACE = "\u2581"
+_NORMALISED = 3  # bytes of text to one that a Unicode normal form leaves, at most
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -123,6 +124,26 @@ class Tokenizer:
             return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def longest_bytes(self) -> int:
+        """Bytes of text that one token stands for, at most."""
+        names = self._inner.get_vocab(with_added_tokens=False)
+        plain = max((len(n) if self._byte_level else len(n.encode()) for n in names), default=1)
+        added = max((len(t.content.encode()) for t in self._added.values()), default=1)
+        return max(plain, added) * (_NORMALISED if self._inner.normalizer else 1)
+
+    def check_fits(self, text: str, context: int) -> None:
+        """Refuse text that is longer than any that `context` tokens can spell, before it is
+        encoded. Raises ContextError."""
+        if len(text) > context and (size := len(text.encode("utf-8", "replace"))) > (
+            most := context * self.longest_bytes
+        ):
+            raise ContextError(
+                f"the prompt has {size} bytes, the context holds {context} tokens, which are "
+                f"{most} bytes at most",
+                "shorten the prompt",
+            )
 
     @property
     def strips_leading_space(self) -> bool:

@@ -168,6 +168,7 @@ for _ in range(900):
      400, "response_format"),
     ({"chat_template_kwargs": {"tools": []}}, 400, "may not hold tools"),
     ({"chat_template_kwargs": {"tokenizer": 1, "self": 2}}, 400, "may not hold self, tokenizer"),
+    ({"chat_template_kwargs": {"max_tokens": 2}}, 400, "may not hold max_tokens"),
     ({"chat_template_kwargs": {"x": DEEP}}, 400, "nested too deeply"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
      400, "response_format"),
@@ -269,3 +270,31 @@ def test_large_requests(engine: Engine, serve: Callable[..., Running]) -> None:
     got = raw(running, "/v1/chat/completions", GREEDY | {"user": "x" * 5000})
     assert got.status_code == 413
     assert "at most 4096 bytes" in got.json()["error"]["message"]
+
+
+def test_a_long_text_is_refused_before_it_is_encoded(
+    running: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no context of this size can hold; what it may hold is counted in tokens."""
+    encoded: list[int] = []
+    encode = engine.tokenizer._encode
+
+    def noted(text: str, allow_special: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, allow_special)
+
+    monkeypatch.setattr(engine.tokenizer, "_encode", noted)
+    most = 256 * engine.tokenizer.longest_bytes
+    for size, says in ((most + 1, "bytes at most"), (most // 2, "the prompt has")):
+        text = "x " * (size // 2 + 1)
+        for path, change in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/completions", {"prompt": text, "messages": None}),
+        ):
+            body = {k: v for k, v in (GREEDY | change).items() if v is not None}
+            error = raw(running, path, body)
+            assert error.status_code == 400
+            assert says in error.json()["error"]["message"]
+            assert error.json()["error"]["code"] == "context_length_exceeded"
+        assert max(encoded, default=0) <= most
+    assert encoded

@@ -129,8 +129,9 @@ class Server:
         job = Job(make, emit)
         self.worker.submit(job)
         with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        engine = self.worker.engine
         reply = replies.Reply(
-            self.settings.model, chat, self.worker.engine.tokenizer, with_usage=with_usage
+            self.settings.model, chat, engine.tokenizer, engine.eos_ids, with_usage=with_usage
         )
         return Answer(job, events, reply, bool(asked.stream), self.settings.queue_s)
 
@@ -270,16 +271,11 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
 
         await write(self._reply.first())
-        held: Token | None = None  # the last token is known to be the end only by what follows it
         said = 0
         while isinstance(event, Token):
-            if held is not None:
-                await write(self._reply.piece(held, eos=False))
             said += len(event.text)
-            held, event = event, await self._events.get()
-        if held is not None:
-            eos = isinstance(event, Result) and event.finish_reason == "eos"
-            await write(self._reply.piece(held, eos=eos))
+            await write(self._reply.piece(event))
+            event = await self._events.get()
         if isinstance(event, BitnestError):
             await write(self._reply.broken(event))
         elif isinstance(event, Result):

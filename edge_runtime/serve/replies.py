@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_runtime.decode.logprobs import LogProbs
 from edge_runtime.decode.request import Result, Token
-from edge_runtime.errors import BitnestError, ContextError
+from edge_runtime.errors import BitnestError, BudgetError, ContextError
+from edge_runtime.text.stream import TextStream
 from edge_runtime.text.tokenizer import Tokenizer
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
@@ -20,6 +22,10 @@ KINDS = {
     404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error",
     415: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
+HINTS: dict[type, str] = {
+    ContextError: "shorten `messages` or `prompt`",
+    BudgetError: "try again later",
+}
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -29,8 +35,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 
 def of_error(error: BitnestError) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error; the hint goes with the message."""
-    message = error.message + (f" ({error.hint})" if error.hint else "")
+    """Status and body of an error; the hint goes with the message, where it is for clients: they
+    cannot give flags of the command line."""
+    hint = "" if "--" in error.hint else error.hint
+    hint = next((text for kind, text in HINTS.items() if isinstance(error, kind)), hint)
+    message = error.message + (f" ({hint})" if hint else "")
     code = "context_length_exceeded" if isinstance(error, ContextError) else None
     return error.http_status, error_body(error.http_status, message, code)
 
@@ -50,6 +59,14 @@ def usage(result: Result) -> dict[str, Any]:
     }
 
 
+class Told(NamedTuple):
+    """A token's log-probabilities. start: of its text in the answer, in characters."""
+
+    id: int
+    values: LogProbs
+    start: int
+
+
 @dataclass
 class Reply:
     """One answer, of a chat or a completion. with_usage: a last chunk of a stream tells it."""
@@ -57,11 +74,14 @@ class Reply:
     model: str
     chat: bool
     tokenizer: Tokenizer
+    eos_ids: Collection[int] = ()
     with_usage: bool = False
     id: str = field(init=False)
     created: int = field(init=False)
-    _tokens: list[Token] = field(default_factory=list)
-    _offset: int = 0  # characters of the answer before the next token
+    _spelled: TextStream | None = None  # without stop strings: where each token begins
+    _waiting: deque[Told] = field(default_factory=deque)
+    _length: int = 0  # characters of all tokens so far
+    _shown: int = 0  # of these, what is known to be of the answer
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.chat else "cmpl"
@@ -70,24 +90,25 @@ class Reply:
     # whole
 
     def add(self, token: Token) -> None:
-        """Keep a token for the whole answer."""
-        self._tokens.append(token)
+        """Take a token of the whole answer, or of a stream."""
+        self._shown += len(token.text)
+        if token.logprobs is not None:
+            if self._spelled is None:
+                self._spelled = TextStream(self.tokenizer, continues=not self.chat)
+            self._waiting.append(Told(token.id, token.logprobs, self._length))
+            self._length += len(self._spelled.push(token.id).text)
 
     def whole(self, result: Result) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        logprobs = self._logprobs(self._kept(result))
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
         else:
             choice["text"] = result.text
+        logprobs = self._logprobs(self._rest(result))
         choice |= {"logprobs": logprobs, "finish_reason": FINISH[result.finish_reason]}
         kind = "chat.completion" if self.chat else "text_completion"
         return self._body(kind, [choice]) | {"usage": usage(result)}
-
-    def _kept(self, result: Result) -> list[Token]:
-        """Without the token that ends the answer, which is no part of it."""
-        return self._tokens[: result.new_tokens]
 
     # in chunks
 
@@ -96,17 +117,23 @@ class Reply:
         if self.chat:
             yield self._event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
-    def piece(self, token: Token, eos: bool) -> Iterator[bytes]:
-        """A token; nothing while its text is held back and nothing else is told."""
-        shown = [] if eos or token.logprobs is None else [token]
-        if token.text or shown:
-            delta = {"content": token.text} if self.chat else {"text": token.text}
-            yield self._event(self._chunk(delta, self._logprobs(shown)))
+    def piece(self, token: Token) -> Iterator[bytes]:
+        """A token; nothing while its text is held back. Log-probabilities come with the text: of
+        what a stop string cuts none are told."""
+        self.add(token)
+        told = []
+        while self._waiting and self._waiting[0].start < self._shown:
+            if len(self._waiting) == 1 and token.id in self.eos_ids:
+                break  # it may be the end, which is no part of the answer
+            told.append(self._waiting.popleft())
+        if token.text or told:
+            yield self._event(self._chunk(self._delta(token.text), self._logprobs(told)))
 
     def last(self, result: Result, rest: str = "") -> Iterator[bytes]:
         """The end of a stream; rest: text that no token brought."""
-        if rest:
-            yield self._event(self._chunk({"content" if self.chat else "text": rest}))
+        told = self._rest(result)
+        if rest or told:
+            yield self._event(self._chunk(self._delta(rest), self._logprobs(told)))
         delta: dict[str, Any] = {} if self.chat else {"text": ""}
         yield self._event(self._chunk(delta, finish=FINISH[result.finish_reason]))
         if self.with_usage:
@@ -117,6 +144,9 @@ class Reply:
     def broken(self, error: BitnestError) -> Iterator[bytes]:
         """An error after the stream began."""
         yield self._event(of_error(error)[1])
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"content" if self.chat else "text": text}
 
     def _chunk(
         self, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
@@ -138,29 +168,31 @@ class Reply:
 
     # log-probabilities
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        told = [(t.id, t.logprobs) for t in tokens if t.logprobs is not None]
+    def _rest(self, result: Result) -> list[Told]:
+        """What of the waiting ones is told at the end: without the token that ends an answer, and
+        without those beyond a stop string."""
+        told = list(self._waiting)
+        if result.finish_reason == "eos":
+            return told[:-1]
+        if result.finish_reason == "stop":
+            return [t for t in told if t.start < len(result.text)]
+        return told
+
+    def _logprobs(self, told: Sequence[Told]) -> dict[str, Any] | None:
         if not told:
             return None
         if self.chat:
             content = [
-                self._entry(i, p.chosen) | {"top_logprobs": [self._entry(*o) for o in p.top]}
-                for i, p in told
+                self._entry(t.id, t.values.chosen)
+                | {"top_logprobs": [self._entry(*other) for other in t.values.top]}
+                for t in told
             ]
             return {"content": content, "refusal": None}
-        return self._of_completion(told)
-
-    def _of_completion(self, told: list[tuple[int, LogProbs]]) -> dict[str, Any]:
-        names = [self._name(i) for i, _ in told]
-        offsets = []
-        for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
         return {
-            "tokens": names,
-            "token_logprobs": [p.chosen for _, p in told],
-            "top_logprobs": [{self._name(i): value for i, value in p.top} for _, p in told],
-            "text_offset": offsets,
+            "tokens": [self._name(t.id) for t in told],
+            "token_logprobs": [t.values.chosen for t in told],
+            "top_logprobs": [{self._name(i): value for i, value in t.values.top} for t in told],
+            "text_offset": [t.start for t in told],
         }
 
     def _entry(self, token_id: int, value: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, Raw
 
 from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
 from edge_runtime.decode.sampling import Sampling
@@ -37,7 +37,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**63 - 1})]
+NOT_READ: Any = msgspec.field(default_factory=Raw)
 Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
 
 
@@ -110,14 +111,14 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Stop = None
     deadline_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
     ignore_eos: bool | None = False
-    # taken as they are
-    user: Any = UNSET
-    metadata: Any = UNSET
-    store: Any = UNSET
-    service_tier: Any = UNSET
-    safety_identifier: Any = UNSET
-    prompt_cache_key: Any = UNSET
-    parallel_tool_calls: Any = UNSET
+    # taken, and never decoded
+    user: Raw = NOT_READ
+    metadata: Raw = NOT_READ
+    store: Raw = NOT_READ
+    service_tier: Raw = NOT_READ
+    safety_identifier: Raw = NOT_READ
+    prompt_cache_key: Raw = NOT_READ
+    parallel_tool_calls: Raw = NOT_READ
     # taken where they ask for nothing special
     n: Any = UNSET
     best_of: Any = UNSET
@@ -134,6 +135,8 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             value = getattr(self, name)
             if value is not UNSET and value is not None and value not in neutral:
                 raise ValueError(f"`{name}` is not supported beyond {neutral[0]!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError("`seed`: expected a whole number from -2^63 to 2^63 - 1")
         if isinstance(self.stop, list) and not all(self.stop):
             raise ValueError("`stop`: expected texts that are not empty")
 
@@ -150,7 +153,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             if (value := getattr(self, name)) is not None
         }
         temperature = 1.0 if self.temperature is None else self.temperature
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
         return Sampling(temperature=temperature, seed=seed, **given)
 
 

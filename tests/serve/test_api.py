@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from edge_runtime import Engine, Sampling
+from edge_runtime.serve import wire
 
 from .conftest import MODEL, Running
 
@@ -110,6 +113,47 @@ def test_log_probabilities(api: openai.OpenAI) -> None:
     assert streamed == told.content
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probabilities_end_with_the_text(running: Running, chat: bool) -> None:
+    """Of tokens that a stop string cuts none are told, streamed or not; of all others all."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body: dict[str, Any] = {"model": MODEL, "temperature": 1.5, "max_tokens": 40, "logprobs": 1}
+    body |= {"messages": MESSAGES, "logprobs": True} if chat else {"prompt": "Hello"}
+    cuts = 0
+    for seed in range(8):
+        whole = raw(running, path, body | {"seed": seed}).json()["choices"][0]
+        text = whole["message"]["content"] if chat else whole["text"]
+        middle = len(text) // 2
+        stopped = body | {"seed": seed, "stop": text[middle : middle + 3]}
+        found = raw(running, path, stopped).json()["choices"][0]
+        kept = found["message"]["content"] if chat else found["text"]
+        names, all_names = (
+            [e["token"] for e in c["logprobs"]["content"]] if chat else c["logprobs"]["tokens"]
+            for c in (found, whole)
+        )  # fmt: skip
+        assert names == all_names[: len(names)]
+        cuts += len(names) < len(all_names)
+        if "�" not in text:
+            assert "".join(names).startswith(kept)
+            assert len("".join(names[:-1])) < len(kept)
+        streamed: list[Any] = []
+        with running.client() as client:
+            for line in client.post(path, json=stopped | {"stream": True}).text.splitlines():
+                if line.startswith("data: {"):
+                    [choice] = json.loads(line[6:])["choices"]
+                    if told := choice["logprobs"]:
+                        streamed += told["content"] if chat else told["tokens"]
+        assert streamed == (found["logprobs"]["content"] if chat else names)
+    assert cuts
+
+
+def test_hints_are_for_clients(running: Running) -> None:
+    long = [{"role": "user", "content": "word " * 400}]
+    error = raw(running, "/v1/chat/completions", GREEDY | {"messages": long}).json()["error"]
+    assert error["message"].endswith("(shorten `messages` or `prompt`)")
+    assert "--" not in error["message"]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "kind": {"enum": ["a", "bc"]}},
@@ -161,7 +205,10 @@ for _ in range(900):
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"stop": [""]}, 400, "not empty"),
     ({"stop": ["x"] * 17}, 400, "stop"),
-    ({"seed": -1}, 400, "seed"),
+    ({"seed": 2**63}, 400, "`seed`: expected a whole number from -2^63 to 2^63 - 1"),
+    ({"seed": -(2**63) - 1}, 400, "from -2^63 to 2^63 - 1"),
+    ({"seed": 10**30}, 400, "from -2^63 to 2^63 - 1"),
+    ({"seed": 1.5}, 400, "seed"),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, 400, "the context holds 256"),
     ({"response_format": {"type": "json_schema"}}, 400, "json_schema goes with"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}},
@@ -199,6 +246,32 @@ def test_fields_that_ask_for_nothing(running: Running) -> None:
     }  # fmt: skip
     got = raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 2} | more)
     assert got.status_code == 200, got.text
+
+
+def test_fields_that_change_nothing_are_never_decoded(running: Running) -> None:
+    """However many objects they would be."""
+    many: list[list[int]] = [[] for _ in range(300_000)]
+    body = json.dumps(GREEDY | {"max_tokens": 1, "metadata": many, "user": many}).encode()
+    decoded = wire.decode(wire.ChatRequest, body)
+    tracemalloc.start()
+    try:
+        decoded = wire.decode(wire.ChatRequest, body)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert isinstance(decoded.metadata, msgspec.Raw)
+    assert raw(running, "/v1/chat/completions", body).status_code == 200
+
+
+def test_every_seed_of_64_bits(running: Running) -> None:
+    """Each its own, the same whenever it is given."""
+    said = set()
+    for seed in (-(2**63), -1, 0, 1, 2**63 - 1):
+        body = GREEDY | {"temperature": 2, "max_tokens": 12, "seed": seed}
+        one, two = (raw(running, "/v1/chat/completions", body).json() for _ in range(2))
+        assert one["choices"] == two["choices"]
+        said.add(one["choices"][0]["message"]["content"])
+    assert len(said) == 5
 
 
 def test_other_paths_and_methods(running: Running) -> None:

@@ -6,11 +6,11 @@ A first SIGINT or SIGTERM lets admitted requests end.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,19 @@ import click
 from edge_runtime.cli.generate import split_options
 from edge_runtime.cli.model import checkpoint_path, open_checkpoint, run_options
 from edge_runtime.cli.options import Finite, model_argument, user_path
-from edge_runtime.errors import BackendUnavailable, BitnestError, CheckpointError, UsageError
+from edge_runtime.errors import BackendUnavailable, CheckpointError, UsageError
 
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "BITNEST_EDGE_API_KEY"
-LIMITS = ("max_queue", "queue_s", "request_s", "max_body_bytes", "power")  # as in `Settings`
+LIMITS = (
+    "max_queue",
+    "max_connections",
+    "queue_s",
+    "request_s",
+    "max_body_bytes",
+    "power",
+)  # as in `Settings`
 MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 
 
@@ -52,6 +59,13 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
     default=64,
     show_default=True,
     help="Requests that may wait; more are answered 429.",
+)
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1, 10000),
+    default=256,
+    show_default=True,
+    help="Connections; requests of more are answered 503.",
 )
 @click.option(
     "--queue-seconds",
@@ -107,9 +121,8 @@ def command(
     watches. One request runs at a time, the others wait in order.
     """
     try:
-        import uvicorn  # noqa: F401  (`_run` needs it: told before anything is loaded)
-
-        from edge_runtime.serve.app import LOOPBACK, Settings, make_app
+        from edge_runtime.serve.app import LOOPBACK, Settings
+        from edge_runtime.serve.listen import HttpServer, bind
         from edge_runtime.serve.worker import Worker
     except ImportError as error:
         raise BackendUnavailable(
@@ -128,52 +141,20 @@ def command(
     limits = {option: rest.pop(option) for option in LIMITS}
     shared, _ = split_options(rest)
     path = checkpoint_path(model)
-    engine = open_checkpoint(Checkpoint(path), shared)
-    with engine:
+    hosts = (*LOOPBACK, f"[{host}]" if ":" in host else host.lower()) if local else None
+    settings = Settings(model=name or path.resolve().name, key=key, hosts=hosts, **limits)
+    sockets = bind(host, port)  # before a model is loaded for minutes
+    with contextlib.ExitStack() as held:
+        for one in sockets:
+            held.enter_context(one)
+        engine = held.enter_context(open_checkpoint(Checkpoint(path), shared))
         if shared.prompt_cache is not None:
             prefix.load(engine, shared.prompt_cache)
-        settings = Settings(
-            model=name or path.resolve().name, key=key, hosts=LOOPBACK if local else None, **limits
-        )
-        app = make_app(Worker(engine, settings.max_queue), settings)
-        _run(app, settings.model, host, port, drain_seconds)
-
-
-def _run(app: Any, name: str, host: str, port: int, drain_seconds: int) -> None:
-    """Listen until a signal. Raises BitnestError where it cannot."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Listen, and say where."""
-            await super().startup(sockets)
-            for server in self.servers:
-                for listener in server.sockets:
-                    where, at = listener.getsockname()[:2]
-                    shown = f"[{where}]" if ":" in where else where
-                    log.info("%s at http://%s:%d/ (API: /v1)", name, shown, at)
-
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
-        timeout_keep_alive=30,
-        lifespan="on",
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # uvicorn has handlers of its own while it runs, and sends itself the signal again at its end
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        Server(config).run()
-    except SystemExit:  # uvicorn's way to say that it could not listen
-        raise BitnestError(
-            f"cannot listen on {host} port {port}",
-            "is another server there? --port takes another",
-        ) from None
+        server = HttpServer(Worker(engine, settings.max_queue), settings, drain_seconds)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        # uvicorn has its own handlers while it runs, and sends itself the signal again at its end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        server.run(sockets)
 
 
 def is_loopback(host: str) -> bool:

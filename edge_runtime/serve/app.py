@@ -1,17 +1,11 @@
-"""The server's routes.
-
-Invariant: headers of an answer are sent when its first event is there, so whatever is wrong with a
-request is told by a status; a client that goes away cancels its job within one cycle. Every error,
-of the framework too, has the API's shape.
-"""
+"""The server's routes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -22,18 +16,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.generation import Generation
-from edge_runtime.decode.request import Result, Token
 from edge_runtime.errors import BitnestError, UsageError, cut
-from edge_runtime.serve import openapi, replies, wire
+from edge_runtime.serve import guard, openapi, replies, wire
+from edge_runtime.serve.answer import Answer
 from edge_runtime.serve.grammar import ANY_OBJECT, Grammars
 from edge_runtime.serve.metrics import Power, State
-from edge_runtime.serve.worker import Event, Job, QueueFull, Worker
+from edge_runtime.serve.worker import Event, Job, Worker
 
 BODY_S = 60  # for a request to come in
+BODIES = 4  # of the greatest size, that may be here at once
 LAST_S = 5.0  # for what still runs when the server ends
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PAGE_POLICY = (
@@ -51,16 +45,11 @@ class Settings:
     key: str | None = None
     hosts: tuple[str, ...] | None = LOOPBACK
     max_queue: int = 64
+    max_connections: int = 256
     max_body_bytes: int = 4 << 20
     queue_s: float = 300.0
     request_s: float = 600.0
     power: str = "auto"
-
-
-class QueueTimeout(BitnestError):
-    """A request that waited longer than is allowed."""
-
-    http_status = 503
 
 
 @dataclass
@@ -147,23 +136,16 @@ class Server:
             != "application/json"
         ):
             raise HTTPException(415, "expected content-type: application/json")
-        most, parts, size = self.settings.max_body_bytes, [], 0
 
-        async def read() -> None:
-            nonlocal size
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise HTTPException(413, f"expected a request of at most {most} bytes")
-                parts.append(part)
+        async def read() -> bytes:
+            return b"".join([part async for part in request.stream()])
 
         try:
-            await asyncio.wait_for(read(), BODY_S)
+            return await asyncio.wait_for(read(), BODY_S)
         except asyncio.TimeoutError:
             raise HTTPException(408, f"the request did not come within {BODY_S} s") from None
         except ClientDisconnect:
             raise HTTPException(400, "the client left") from None  # nobody reads it
-        return b"".join(parts)
 
     # the rest
 
@@ -182,7 +164,7 @@ class Server:
     async def health(self, request: Request) -> Response:
         """GET /health."""
         if not self.worker.alive:
-            return JSONResponse({"status": "broken"}, 503)
+            return JSONResponse({"status": "broken"}, 503, {"retry-after": str(guard.RETRY_S)})
         return JSONResponse({"status": "ok", "model": self.settings.model})
 
     async def metrics(self, request: Request) -> Response:
@@ -213,149 +195,6 @@ class NotHere(UsageError):
     http_status = 404
 
 
-class Answer(Response):
-    """Waits for the job's events and sends them, whole or as a stream; listens for the client's end
-    all the while."""
-
-    def __init__(
-        self, job: Job, events: asyncio.Queue[Event], reply: replies.Reply, stream: bool,
-        queue_s: float,
-    ) -> None:  # fmt: skip
-        self._job, self._events, self._reply = job, events, reply
-        self._stream, self._queue_s = stream, queue_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. Raises what the job raised before it said anything."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            self._job.cancel()  # of a job that has ended this does nothing
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-
-    async def _send(self, send: Send) -> None:
-        try:
-            await asyncio.wait_for(self._events.get(), self._queue_s)  # `Begun`
-        except asyncio.TimeoutError:
-            raise QueueTimeout(
-                f"no turn came within {self._queue_s:g} s", "try again later"
-            ) from None
-        first = await self._events.get()
-        if isinstance(first, BitnestError):
-            raise first
-        await (self._in_chunks if self._stream else self._whole)(first, send)
-
-    async def _whole(self, event: Event, send: Send) -> None:
-        while isinstance(event, Token):
-            self._reply.add(event)
-            event = await self._events.get()
-        if isinstance(event, BitnestError):
-            raise event
-        assert isinstance(event, Result)
-        body = replies.dumped(self._reply.whole(event))
-        await _begin(send, b"application/json", {b"content-length": str(len(body)).encode()})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _in_chunks(self, event: Event, send: Send) -> None:
-        await _begin(send, b"text/event-stream; charset=utf-8", {
-            b"cache-control": b"no-cache", b"x-accel-buffering": b"no",
-        })  # fmt: skip
-
-        async def write(parts: Any) -> None:
-            for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-
-        await write(self._reply.first())
-        said = 0
-        while isinstance(event, Token):
-            said += len(event.text)
-            await write(self._reply.piece(event))
-            event = await self._events.get()
-        if isinstance(event, BitnestError):
-            await write(self._reply.broken(event))
-        elif isinstance(event, Result):
-            await write(self._reply.last(event, event.text[said:]))
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _begin(send: Send, kind: bytes, more: Mapping[bytes, bytes]) -> None:
-    headers = [(b"content-type", kind), *more.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-# errors, and who may ask
-
-
-def _of_bitnest(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BitnestError)
-    status, body = replies.of_error(error)
-    headers = {}
-    if isinstance(error, QueueFull):
-        headers["retry-after"] = str(error.retry_after_s)
-    return JSONResponse(body, status, headers=headers)
-
-
-def _of_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = replies.error_body(error.status_code, error.detail)
-    return JSONResponse(body, error.status_code, headers=dict(error.headers or {}))
-
-
-def _of_bug(request: Request, error: Exception) -> Response:
-    message = f"internal error: {type(error).__name__}"
-    return JSONResponse(replies.error_body(500, message), 500)
-
-
-class Guard:
-    """Refuses requests for another host's name, and without the key where one is set. The page and
-    `/health` are open: they tell nothing of what was asked."""
-
-    OPEN = ("/", "/health")
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app, self._settings = app, settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer."""
-        if scope["type"] == "http" and (refused := self._refused(scope)) is not None:
-            status, message = refused
-            headers = {"www-authenticate": "Bearer"} if status == 401 else {}
-            answer = JSONResponse(replies.error_body(status, message), status, headers=headers)
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refused(self, scope: Scope) -> tuple[int, str] | None:
-        headers = dict(scope["headers"])
-        hosts, key = self._settings.hosts, self._settings.key
-        host = headers.get(b"host", b"").decode("latin-1")
-        if hosts is not None and _name(host) not in hosts:
-            return 403, "this server answers for this machine's own names only"
-        if key is None or scope["path"] in self.OPEN:
-            return None
-        given = headers.get(b"authorization", b"")
-        if hmac.compare_digest(given, b"Bearer " + key.encode()):
-            return None
-        return 401, "expected the header `Authorization: Bearer KEY` with this server's key"
-
-
-def _name(host: str) -> str:
-    """Without the port."""
-    if host.startswith("["):
-        return host[: host.find("]") + 1].lower()
-    return host.split(":")[0].lower()
-
-
 def make_app(worker: Worker, settings: Settings) -> Starlette:
     """The application; its lifespan starts the worker and lets admitted requests end."""
     server = Server(worker, settings)
@@ -374,9 +213,9 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
             server.state.power.stop()
 
     handlers: dict[Any, Callable[[Request, Exception], Response | Awaitable[Response]]] = {
-        BitnestError: _of_bitnest,
-        HTTPException: _of_http,
-        Exception: _of_bug,
+        BitnestError: guard.of_bitnest,
+        HTTPException: guard.of_http,
+        Exception: guard.of_bug,
     }
     app = Starlette(
         routes=[
@@ -392,5 +231,7 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
         exception_handlers=handlers,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, settings=settings)
+    most = settings.max_body_bytes
+    app.add_middleware(guard.Intake, most=most, most_of_all=BODIES * most)
+    app.add_middleware(guard.Guard, key=settings.key, hosts=settings.hosts)
     return app

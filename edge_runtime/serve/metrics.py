@@ -24,25 +24,28 @@ from edge_runtime.serve.worker import Worker
 LONGEST_GAP_S = 5.0  # between two readings whose energy is still counted
 INTERVAL_S = 0.25
 NAME = "bitnest_edge"
-COUNTERS = {
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts that were in the cache",
-    "new_tokens": "Tokens of answers",
-    "drafted": "Tokens that were drafted",
-    "accepted": "Drafted tokens that were accepted",
-    "cycles": "Verifications",
-    "decode_s": "Seconds in decoding",
-    "busy_s": "Seconds in which a request ran",
-}
-GAUGES = {
-    "waiting": "Requests that wait",
-    "busy": "Whether a request runs",
-    "uptime_s": "Seconds since the start",
-    "context": "Tokens that fit",
-    "tok_s": "Decoding speed of the last answer, tokens per second",
-    "acceptance": "Share of drafted tokens accepted in the last answer",
-    "temperature_c": "Hottest sensor, degrees Celsius",
-}
+# https://prometheus.io/docs/practices/naming: base units; a counter ends with _total, which the
+# library adds. (name, field, text)
+COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Tokens of prompts"),
+    ("cached_tokens", "cached_tokens", "Tokens of prompts that were in the cache"),
+    ("new_tokens", "new_tokens", "Tokens of answers"),
+    ("drafted_tokens", "drafted", "Tokens that were drafted"),
+    ("accepted_tokens", "accepted", "Drafted tokens that were accepted"),
+    ("cycles", "cycles", "Verifications"),
+    ("decode_seconds", "decode_s", "Time in decoding"),
+    ("busy_seconds", "busy_s", "Time in which a request ran"),
+)
+GAUGES = (
+    ("waiting_requests", "waiting", "Requests that wait"),
+    ("running_requests", "busy", "Requests that run, one at most"),
+    ("uptime_seconds", "uptime_s", "Time since the start"),
+    ("context_tokens", "context", "Tokens that fit"),
+    ("last_tokens_per_second", "tok_s", "Decoding speed of the last answer"),
+    ("last_first_token_seconds", "ttft_s", "Time to the first token of the last answer"),
+    ("last_acceptance_ratio", "acceptance", "Share of drafted tokens accepted in the last answer"),
+    ("temperature_celsius", "temperature_c", "Hottest sensor"),
+)
 
 
 class Power:
@@ -138,15 +141,15 @@ class State:
         for how, count in sorted(totals.requests.items()):
             ended.add_metric([how], count)
         yield ended
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"{NAME}_{name}", text, value=getattr(totals, name))
+        for name, field, text in COUNTERS:
+            yield CounterMetricFamily(f"{NAME}_{name}", text, value=getattr(totals, field))
         memory = GaugeMetricFamily(f"{NAME}_memory_bytes", "Memory", labels=["kind"])
         for kind in ("weights", "kv", "rss", "peak", "available"):
             memory.add_metric([kind], g[f"{kind}_bytes"])
         yield memory
-        for name, text in GAUGES.items():
-            if name in g:
-                yield GaugeMetricFamily(f"{NAME}_{name}", text, value=float(g[name]))
+        for name, field, text in GAUGES:
+            if field in g:
+                yield GaugeMetricFamily(f"{NAME}_{name}", text, value=float(g[field]))
         if "watts" in g:
             watts = GaugeMetricFamily(f"{NAME}_power_watts", "Power now", labels=["rail"])
             watts.add_metric([g["rail"]], g["watts"])

@@ -37,7 +37,7 @@ STATUSES = {
     "429": "The queue is full; retry-after says when to come back",
     "500": "An error of the server",
     "501": "An extra is not installed",
-    "503": "No memory, no turn in time, or shutting down",
+    "503": "No memory, no room, no turn in time, or shutting down; retry-after as of 429",
 }
 
 

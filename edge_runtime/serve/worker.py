@@ -28,6 +28,7 @@ class Begun:
 
 Event = Begun | Token | Result | BitnestError
 USUAL_S = 5.0  # of a request, until one was seen
+ANSWERED = ("eos", "stop", "length", "deadline")  # not cancelled, nor failed
 WEIGHT = 0.2  # of the last request in the running mean of their times
 
 
@@ -42,9 +43,10 @@ class QueueFull(BitnestError):
 
 
 class Stopping(BitnestError):
-    """The server ends; what was admitted is still answered."""
+    """The server ends; what was admitted is still answered, for a time."""
 
     http_status = 503
+    retry_after_s = 30  # to end, and to be there again
 
 
 @dataclass(slots=True)
@@ -167,6 +169,14 @@ class Worker:
         """Whether jobs are run."""
         return self._thread.is_alive()
 
+    def give_up(self) -> None:
+        """End what was admitted and is not answered yet, with an error."""
+        with self._changed:
+            self._stopping = True
+            for job in [*self._queue, *([self._running] if self._running else [])]:
+                job.emit(Stopping("the server shut down before the answer was whole"))
+                job.cancel()
+
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> bool:
         """Take no more jobs; let those that are there end, or cancel them. Whether all ended."""
         with self._changed:
@@ -207,6 +217,6 @@ class Worker:
             how = "error"
             job.emit(InternalError(f"internal error: {type(error).__name__}"))
         seconds = time.monotonic() - started
-        if result is not None:
+        if how in ANSWERED:
             self._mean_s += WEIGHT * (seconds - self._mean_s)
         self.totals.add(how, result, seconds)

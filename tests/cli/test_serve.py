@@ -29,10 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def started(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    model: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and address; options may be given as the fixture's parameter."""
     command = [
         sys.executable, "-c", "from edge_runtime.cli import main; main()", "serve", str(model),
         "--port", "0", "--backend", "reference", "--power-source", "none", "--name", "tiny",
+        *getattr(request, "param", ()),
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -70,6 +74,16 @@ def test_a_process_that_is_told_to_end(started: tuple[subprocess.Popen[str], str
     assert process.wait(30) == 0
 
 
+@pytest.mark.parametrize(
+    "started", [("--host", "127.0.0.2"), ("--host", "LocalHost")], indirect=True
+)
+def test_other_names_of_this_machine(started: tuple[subprocess.Popen[str], str]) -> None:
+    url = started[1]
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+    other = httpx.get(f"{url}/health", headers={"host": "evil.example"}, timeout=60)
+    assert other.status_code == 403
+
+
 def run(*arguments: str, **variables: str) -> tuple[int, str]:
     found = CliRunner().invoke(app, ["serve", *arguments], env=variables)
     return found.exit_code, str(found.exception)
@@ -81,7 +95,9 @@ def test_others_need_a_key(model: Path) -> None:
         assert "expected a key" in error, code
 
 
-def test_a_port_that_is_taken(model: Path) -> None:
+def test_a_port_that_is_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before the model is loaded."""
+    monkeypatch.setattr("edge_runtime.cli.serve.open_checkpoint", None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import tiny_checkpoints
-import uvicorn
 
 from edge_runtime import Engine
-from edge_runtime.serve.app import Settings, make_app
+from edge_runtime.serve.app import Settings
+from edge_runtime.serve.listen import HttpServer, bind
 from edge_runtime.serve.worker import Worker
 
 from .chromium import Browser, Page, find
@@ -37,7 +37,7 @@ class Running:
 
     url: str
     worker: Worker
-    server: uvicorn.Server
+    server: HttpServer
     thread: threading.Thread
 
     def client(self, **options: Any) -> httpx.Client:
@@ -53,20 +53,17 @@ def serve() -> Iterator[Callable[..., Running]]:
     """Start servers; they are stopped at the end of the test."""
     started: list[Running] = []
 
-    def start(engine: Any, **settings: Any) -> Running:
+    def start(engine: Any, drain_s: int = 20, **settings: Any) -> Running:
         chosen = Settings(**({"model": MODEL, "power": "none"} | settings))
         worker = Worker(engine, chosen.max_queue)
-        config = uvicorn.Config(
-            make_app(worker, chosen), port=0, log_config=None, lifespan="on",
-            timeout_graceful_shutdown=20,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
+        server = HttpServer(worker, chosen, drain_s)
+        [listener] = bind("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = listener.getsockname()[1]
         started.append(Running(f"http://127.0.0.1:{port}", worker, server, thread))
         return started[-1]
 

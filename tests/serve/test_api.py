@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from edge_runtime import Engine, Sampling
 from edge_runtime.serve import wire
@@ -303,6 +305,22 @@ def test_metrics(running: Running) -> None:
     assert gauges["tok_s"] > 0
 
 
+def test_names_of_metrics(running: Running) -> None:
+    """As Prometheus has them: base units, counters with _total, one prefix."""
+    raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 9})
+    with running.client() as client:
+        families = {m.name: m for m in text_string_to_metric_families(client.get("/metrics").text)}
+    units = {"s", "ms", "mb", "mib", "mw", "c", "tok", "tok_s"}
+    for name, family in families.items():
+        assert re.fullmatch(r"bitnest_edge(_[a-z]+)+", name)
+        assert not units & set(name.split("_")), name
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter")
+    assert {"bitnest_edge_decode_seconds", "bitnest_edge_memory_bytes"} <= families.keys()
+    assert families["bitnest_edge_running_requests"].samples[0].value == 0
+
+
 def test_a_prompt_before_it_is_not_read_again(running: Running) -> None:
     first = raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 4}).json()
     said = first["choices"][0]["message"]["content"]
@@ -317,7 +335,9 @@ def test_the_key(engine: Engine, serve: Callable[..., Running]) -> None:
     path, body = "/v1/chat/completions", GREEDY | {"max_tokens": 1}
     for given, status in (
         (None, 401), ("Bearer x", 401), ("the-key-of-this-test", 401),
-        ("Bearer the-key-of-this-test", 200),
+        ("Bearer the-key-of-this-test", 200), ("bearer the-key-of-this-test", 200),
+        ("BEARER  the-key-of-this-test", 200), ("Basic the-key-of-this-test", 401),
+        ("Bearer", 401), ("Bearer the-key-of-this-test2", 401),
     ):  # fmt: skip
         headers = {} if given is None else {"authorization": given}
         got = raw(running, path, body, headers=headers)

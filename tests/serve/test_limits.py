@@ -1,0 +1,157 @@
+"""What bounds the server: connections, bodies, the wait for a request, the end of a drain."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from edge_runtime.decode.request import Result
+from edge_runtime.serve import listen
+from edge_runtime.serve.worker import USUAL_S, Job, Worker
+
+from .conftest import Running
+from .test_queue import BODY, Slow, ask, until
+
+
+@pytest.fixture
+def slow() -> Any:
+    return Slow()
+
+
+def connect(running: Running) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_connections_are_bounded(slow: Any, serve: Callable[..., Running]) -> None:
+    running = serve(slow, max_connections=4)
+    slow.go.set()
+    idle = [connect(running) for _ in range(4)]
+    until(lambda: len(running.server.server_state.connections) == 4)
+    refused = ask(running)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "server_error"
+    assert refused.headers["connection"] == "close"
+    assert httpx.get(f"{running.url}/health").status_code == 200  # whoever watches is answered
+    idle += [connect(running) for _ in range(20)]
+    until(lambda: len(running.server.server_state.connections) <= 8)
+    for one in idle:
+        one.close()
+    until(lambda: not running.server.server_state.connections)
+    assert ask(running).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: local", b"GET /health "])
+def test_a_connection_that_never_asks(
+    slow: Any, serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Also after a request that was answered."""
+    monkeypatch.setattr(listen, "HEAD_S", 0.3)
+    running = serve(slow)
+    for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        with connect(running) as one:
+            if before:
+                one.sendall(before)
+                answer = b""
+                while b"}" not in answer:
+                    answer += one.recv(10000)
+            if before and not sent:
+                continue  # kept alive
+            one.sendall(sent)
+            started = time.monotonic()
+            assert one.recv(10000) == b""
+            assert 0.2 < time.monotonic() - started < 5
+    slow.go.set()
+    assert ask(running).status_code == 200
+
+
+def test_bodies_together_are_bounded(slow: Any, serve: Callable[..., Running]) -> None:
+    """Those that wait for their turn count, and those that were answered do not."""
+    running = serve(slow, max_body_bytes=4096)
+    text = [{"role": "user", "content": "x" * 3800}]
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(ask, running, messages=text) for _ in range(4)]
+        until(lambda: running.worker.waiting == 3)
+        refused = ask(running, messages=text)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "all there is room for" in refused.json()["error"]["message"]
+        slow.go.set()
+        assert [f.result().status_code for f in waiting] == [200] * 4
+    assert ask(running, messages=text).status_code == 200
+
+
+def test_what_is_no_http(slow: Any, serve: Callable[..., Running]) -> None:
+    with connect(serve(slow)) as one:
+        one.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = b""
+        while part := one.recv(10000):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_drain(slow: Any, serve: Callable[..., Running], stream: bool) -> None:
+    """What runs and what waits is told so, in the API's shape."""
+    running = serve(slow, drain_s=1)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, running, stream=stream) for _ in range(2)]
+        until(lambda: running.worker.busy and running.worker.waiting == 1)
+        running.server.should_exit = True
+        for found in (f.result() for f in answers):
+            assert found.status_code == 503
+            assert int(found.headers["retry-after"]) >= 1
+            assert "shut down" in found.json()["error"]["message"]
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+
+
+def test_the_end_of_a_drain_in_a_stream(slow: Any, serve: Callable[..., Running]) -> None:
+    running = serve(slow, drain_s=1)
+    slow.go.set()
+    with (
+        running.client() as client,
+        client.stream(
+            "POST", "/v1/chat/completions", json=BODY | {"stream": True, "max_tokens": 10**6}
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        slow.go.clear()
+        running.server.should_exit = True
+        rest = [line for line in lines if line]
+    assert "shut down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+
+
+def test_a_turn_that_never_comes_says_when(slow: Any, serve: Callable[..., Running]) -> None:
+    running = serve(slow, queue_s=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, running)
+        until(lambda: running.worker.busy)
+        assert int(ask(running).headers["retry-after"]) >= 1
+        slow.go.set()
+        assert first.result().status_code == 200
+
+
+def test_cancelled_jobs_are_not_in_the_mean(slow: Any) -> None:
+    worker, events = Worker(slow, 5), list[Any]()
+    worker.start()
+    for _ in range(3):
+        job = Job(lambda engine: engine.generate("x", max_new_tokens=3), events.append)
+        worker.submit(job)
+        until(lambda: worker.busy)
+        job.cancel()
+        until(lambda: not worker.busy)
+    assert [e.finish_reason for e in events if isinstance(e, Result)] == ["cancelled"] * 3
+    assert worker._mean_s == USUAL_S
+    assert worker.stop(timeout_s=20)

@@ -15,6 +15,9 @@ from typing import Any
 import boards
 import pytest
 
+from edge_runtime.cli.serve import command as serve
+from edge_runtime.serve.listen import LAST_S
+
 SCRIPTS = (
     "jetson/install.sh", ".ci/run", "tools/check", "tools/check_gpu",
 )  # fmt: skip
@@ -287,6 +290,20 @@ def test_the_unit_is_hardened(unit: Path) -> None:
         # --offline came with systemd 250
         pytest.skip("this systemd-analyze cannot look at a file")
     assert done.returncode == 0, done.stdout[-200:]  # 2.5 of 10 or less
+
+
+def test_a_stop_is_longer_than_a_drain(repository: Path) -> None:
+    """Of the service, and of a container as its guide runs it."""
+    [drain] = [o.default for o in serve.params if o.name == "drain_seconds"]
+    unit = (repository / "jetson/bitnest-edge.service").read_text()
+    texts = [(repository / "jetson" / name).read_text() for name in ("Dockerfile", "README.md")]
+    for text, pattern in (
+        (unit, r"^TimeoutStopSec=(\d+)$"), *((t, r"--stop-timeout (\d+)") for t in texts),
+    ):  # fmt: skip
+        found = re.search(pattern, text, re.MULTILINE)
+        assert found
+        assert int(found[1]) >= drain + 2 * LAST_S + 10
+    assert all("--init" in text for text in texts)
 
 
 # ---- files

@@ -3,11 +3,13 @@
     bitnest-edge serve MODEL --port 8080 --max-queue 64
     python tools/serve_load.py http://127.0.0.1:8080 [--clients 64] [--seconds 120] [--prompts 200]
 
-First one client alone, then all of them. Each asks in a loop for the answer to a prompt with a mark
-of its own, streamed or not in turns, greedy: the same prompt has the same answer whoever asks and
-whenever, and a stream joined is the answer that is not streamed. Meanwhile /health is asked. Exit
-1: an answer was cut, mixed with another's or different; a status other than 200 and 429; /health
-took 100 ms or more. The last line of stdout is one JSON document.
+First each prompt is answered at a high temperature with a stop string out of the middle of its own
+answer, streamed and whole: the same text, which ends before that string. Then one client asks
+alone, then all of them. Each asks in a loop for the answer to a prompt with a mark of its own,
+streamed or not in turns, greedy: the same prompt has the same answer whoever asks and whenever.
+Meanwhile /health is asked, and the server's memory. Exit 1: an answer was cut, mixed with another's
+or different; a status other than 200 and 429; /health took 100 ms or more; all together got less
+than 0.9 of the tokens that one gets. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ TEXTS = (
     "Wie heißt {} rückwärts?", "Repeat {} twice, then stop.",
 )  # fmt: skip
 HEALTH_S = 0.1
+SHARE = 0.9
+HOT: dict[str, Any] = {"temperature": 1.3, "max_tokens": 2 * NEW_TOKENS}
+
+
+def prompt_of(mark: int) -> str:
+    """The prompt with a mark."""
+    return TEXTS[mark % len(TEXTS)].format(f"number {mark}")
 
 
 @dataclass
@@ -42,28 +51,57 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
 
+async def post(
+    client: httpx.AsyncClient, model: str, prompt: str, stream: bool, **options: Any
+) -> tuple[int, str, dict[str, int], bool]:
+    """Status, text (what else than 200 says), usage and whether the answer has an end."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "stream": stream,
+        "stream_options": {"include_usage": True}, **options,
+    }  # fmt: skip
+    answer = await client.post("/v1/chat/completions", json=body)
+    if answer.status_code != 200:
+        return answer.status_code, answer.text, {}, False
+    return 200, *(joined(answer.text) if stream else whole(answer.json()))
+
+
 async def ask(client: httpx.AsyncClient, model: str, prompt: str, stream: bool, seen: Seen) -> None:
     """One request, compared with what the prompt was answered before."""
-    body = {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
-        "max_tokens": NEW_TOKENS, "stream": stream, "stream_options": {"include_usage": True},
-    }  # fmt: skip
     started = time.perf_counter()
-    answer = await client.post("/v1/chat/completions", json=body)
-    if answer.status_code == 429:
+    status, text, usage, ended = await post(
+        client, model, prompt, stream, temperature=0, max_tokens=NEW_TOKENS
+    )
+    if status == 429:
         seen.busy += 1
         await asyncio.sleep(0.5)
         return
-    if answer.status_code != 200:
-        seen.wrong.append(f"{answer.status_code}: {answer.text[:200]}")
+    if status != 200:
+        seen.wrong.append(f"{status}: {text[:200]}")
         return
-    text, usage, ended = joined(answer.text) if stream else whole(answer.json())
     seen.waits.append(time.perf_counter() - started)
     seen.tokens += usage["completion_tokens"]
     if not ended:
         seen.wrong.append(f"cut: {prompt!r}")
     if seen.answers.setdefault(prompt, text) != text:
         seen.wrong.append(f"{prompt!r}: {text!r} and {seen.answers[prompt]!r}")
+
+
+async def streams(client: httpx.AsyncClient, model: str, prompts: int) -> dict[str, Any]:
+    """Each prompt streamed and whole, with a stop string out of its own answer."""
+    stopped, wide, wrong = 0, 0, []
+    for mark in range(prompts):
+        options, prompt = HOT | {"seed": mark}, prompt_of(mark)
+        _, text, *_ = await post(client, model, prompt, False, **options)
+        stop = text[len(text) // 2 :][:3]
+        options |= {"stop": stop} if stop else {}
+        wanted = text[: text.find(stop)] if stop else text
+        for stream in (False, True):
+            _, got, _, ended = await post(client, model, prompt, stream, **options)
+            if got != wanted or not ended:
+                wrong.append(f"{prompt!r}, stream {stream}, stop {stop!r}: {got!r}, not {wanted!r}")
+        stopped += bool(stop)
+        wide += not text.isascii()
+    return {"prompts": prompts, "stopped": stopped, "beyond_ascii": wide, "wrong": wrong}
 
 
 def whole(body: dict[str, Any]) -> tuple[str, dict[str, int], bool]:
@@ -95,18 +133,20 @@ async def clients(url: str, model: str, number: int, seconds: float, prompts: in
             turn = 0
             while time.monotonic() < end:
                 mark = (place + turn * number) % prompts
-                prompt = TEXTS[mark % len(TEXTS)].format(f"number {mark}")
-                await ask(client, model, prompt, (place + turn) % 2 == 0, seen)
+                await ask(client, model, prompt_of(mark), (place + turn) % 2 == 0, seen)
                 turn += 1
 
     await asyncio.gather(*map(one, range(number)))
     return seen
 
 
-async def health(url: str, waits: list[float]) -> None:
-    """Ask /health ten times a second until cancelled."""
+async def health(url: str, waits: list[float], rss: list[int]) -> None:
+    """Ask /health ten times a second until cancelled, and now and then the memory."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         while True:
+            if len(waits) % 20 == 0:
+                gauges = (await client.get("/metrics", params={"format": "json"})).json()
+                rss.append(gauges["rss_bytes"])
             started = time.perf_counter()
             (await client.get("/health")).raise_for_status()
             waits.append(time.perf_counter() - started)
@@ -116,9 +156,12 @@ async def health(url: str, waits: list[float]) -> None:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One client, then all; the document."""
     async with httpx.AsyncClient(base_url=options.url) as client:
+        client.timeout = httpx.Timeout(600)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        compared = await streams(client, model, options.prompts)
     waits: list[float] = []
-    asking = asyncio.create_task(health(options.url, waits))
+    rss: list[int] = []
+    asking = asyncio.create_task(health(options.url, waits, rss))
     speeds: dict[str, float] = {}
     found: dict[str, Seen] = {}
     for name, number, seconds in (
@@ -139,10 +182,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "clients": options.clients,
         "answers": len(alone.waits) + len(times),
         "refused_429": together.busy,
-        "wrong": alone.wrong + together.wrong + differing,
+        "streams": compared,
+        "wrong": alone.wrong + together.wrong + differing + compared["wrong"],
         "tok_s": speeds,
         "of_one_client": speeds["together"] / speeds["alone"],
         "wait_s": {"median": statistics.median(times), "p95": times[int(0.95 * len(times))]},
+        "rss_mib": {"first": rss[0] >> 20, "most": max(rss) >> 20, "last": rss[-1] >> 20},
         "health_s": {"median": statistics.median(waits), "worst": max(waits)},
     }
 
@@ -159,7 +204,8 @@ def main() -> int:
     for line in document["wrong"][:5]:
         print(line, file=sys.stderr)
     print(json.dumps(document, ensure_ascii=False))
-    return int(bool(document["wrong"]) or document["health_s"]["worst"] >= HEALTH_S)
+    slow = document["of_one_client"] < SHARE or document["health_s"]["worst"] >= HEALTH_S
+    return int(bool(document["wrong"]) or slow)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Limits(msgspec.Struct):
 
     cpu_s: int = 3
     wall_s: int = 10
-    memory_bytes: int = 256 << 20
+    memory_bytes: int = 128 << 20
 
 
 class Verdict(msgspec.Struct):
@@ -210,6 +210,8 @@ def _hold(limits: Limits) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # it is ended before the server
     signal.alarm(limits.wall_s)
     os.nice(NICE)
 

@@ -290,6 +290,11 @@ class Backend(Protocol):
         """Bytes of the weights as this backend holds them, of the views made so far."""
         ...
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a prompt that pass through a program together, at most."""
+        ...
+
     def prepare(self, program: Program) -> None:
         """Bring the weights of a program into memory, so that its first run costs no more."""
         ...

@@ -25,7 +25,6 @@ from edge_runtime.cache.policy import KV4
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import sizes
 from edge_runtime.kernels.cuda.memory import pool
-from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.sampling import Parameters
 from edge_runtime.plan import footprint
 from edge_runtime.plan.planner import Subject, device_pool, plan
@@ -72,15 +71,16 @@ def run(name: str, device: str, group: int) -> dict[str, Any]:
 def prefill(model: Any) -> None:
     """Fill the cache with a prompt."""
     logits: Any = None
-    for first in range(0, model.context, CHUNK_ROWS):
-        positions = np.arange(first, min(first + CHUNK_ROWS, model.context))
+    chunk = model.backend.chunk_rows
+    for first in range(0, model.context, chunk):
+        positions = np.arange(first, min(first + chunk, model.context))
         batch = ops.Batch(
             ids=positions % model.spec.vocab_size,
             positions=positions,
             full_from=np.zeros(len(positions), np.int64),
         )
         logits = model.backend.run(model.program("w8"), batch, model.cache)
-        if first % (16 * CHUNK_ROWS) == 0:
+        if first % 4096 == 0:
             print(f"  {first} of {model.context} tokens", file=sys.stderr)
     logits.argmax()
 

@@ -281,8 +281,6 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     from edge_runtime.decode.draft import choose_draft
     from edge_runtime.decode.engine import Engine
     from edge_runtime.decode.memory import fit_context
-    from edge_runtime.kernels.cuda.sizes import HALF_CHUNK_ROWS
-    from edge_runtime.model.runner import DEFAULT_CHUNK
     from edge_runtime.text.tokenizer import Tokenizer
 
     manifest = checkpoint.manifest
@@ -303,7 +301,6 @@ def _open_original(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         context=context,
         draft=draft,
         backend_why=why,
-        chunk=HALF_CHUNK_ROWS if backend == "cuda" else DEFAULT_CHUNK,
     )
 
 

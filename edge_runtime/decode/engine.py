@@ -34,7 +34,7 @@ from edge_runtime.errors import ContextError, UsageError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import TextSpec
 from edge_runtime.kernels.ops import Cycles, RunsCycles, View
-from edge_runtime.model.runner import DEFAULT_CHUNK, Model
+from edge_runtime.model.runner import Model
 from edge_runtime.plan.footprint import Layout
 from edge_runtime.text.stream import TextStream
 from edge_runtime.text.template import ChatTemplate
@@ -66,7 +66,6 @@ class Engine:
         policy: KvPolicy = KV8,
         synthetic: bool = False,
         backend_why: str = "",
-        chunk: int = DEFAULT_CHUNK,
         group_size: int = 0,
         layout: Layout = "nest",
         watch: MemoryWatch | None = None,
@@ -80,7 +79,8 @@ class Engine:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.view, self.context, self.draft, self.policy = view, context, draft, policy
         self.backend_name, self.backend_why = model.backend.name, backend_why
-        self.chunk, self.group_size, self.layout = chunk, group_size, layout
+        self.chunk = model.backend.chunk_rows
+        self.group_size, self.layout = group_size, layout
         self.draft_share = DRAFT_SHARE.get(self.backend_name, USUAL_SHARE)
         self.governor = Governor(
             StepTimes(self.draft_share),

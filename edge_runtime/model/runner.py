@@ -15,12 +15,9 @@ import numpy.typing as npt
 
 from edge_runtime.cache.policy import KV8, KvPolicy
 from edge_runtime.format.spec import ModelSpec
-from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.ops import Backend, Batch, Cache, Logits, Program, View
 from edge_runtime.model.load import rotate_rows
 from edge_runtime.model.transformer import model_program
-
-DEFAULT_CHUNK = CHUNK_ROWS
 
 
 class Model:
@@ -86,11 +83,12 @@ class Model:
         start: int,
         cache: Cache,
         *,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         want_logits: bool,
         proceed: Callable[[int], bool] = lambda done: True,
     ) -> tuple[int, Logits | None]:
-        """Fill the cache with one span of a prompt, ids or embedding rows [n, H].
+        """Fill the cache with one span of a prompt, ids or embedding rows [n, H]. chunk: rows that
+        pass together; None: as many as the backend takes.
 
         Calls `proceed(rows done)` between chunks and stops early if it returns False. Returns the
         rows done and, if wanted and everything was run, the logits of the last row.
@@ -100,7 +98,7 @@ class Model:
         total, done = len(part), 0
         logits: Logits | None = None
         while done < total:
-            n = min(chunk, total - done)
+            n = min(chunk or self.backend.chunk_rows, total - done)
             positions = np.arange(start + done, start + done + n, dtype=np.int64)
             last = want_logits and done + n == total
             batch = Batch(

@@ -256,12 +256,12 @@ def _cuda_workspace_bytes(spec: ModelSpec, layout: Layout, G: int, arch: int) ->
     block = _cuda_attention_bytes(spec, layout, arch)
     if layout == "fp16":
         prompt = sizes.half_prompt(spec.q_size, spec.num_heads, sizes.HALF_CHUNK_ROWS)
-        registers = sizes.half_registers(*widths, spec.vocab_size)
-        return registers + logits + prompt + sizes.cublas(arch) + block
+        passes = sizes.half_registers(*widths, spec.vocab_size) + logits
+        return passes + prompt + sizes.cublas(arch) + block
+    passes = sizes.registers(*widths, G, rows := sizes.chunk_rows(arch)) + logits
     if layout == "w8":
-        prompt = sizes.half_prompt(spec.q_size, spec.num_heads, CHUNK_ROWS)
-        return sizes.registers(*widths, G) + logits + prompt + block
-    return sizes.registers(*widths, G) + logits + (sizes.ATTENTION_BLOCKS - 1) * block
+        return passes + sizes.half_prompt(spec.q_size, spec.num_heads, rows) + block
+    return passes + (sizes.ATTENTION_BLOCKS - 1) * block
 
 
 def _cuda_attention_bytes(spec: ModelSpec, layout: Layout, arch: int) -> int:

@@ -18,7 +18,7 @@ from edge_runtime.kernels import ops
 from edge_runtime.kernels.cpu import library
 from edge_runtime.kernels.cpu.arena import Arena
 from edge_runtime.kernels.cpu.logits import CpuLogits, LogitsBuffer
-from edge_runtime.kernels.layout import ROW_TILE, padded
+from edge_runtime.kernels.layout import CHUNK_ROWS, ROW_TILE, padded
 
 PAGE_BYTES = 4096
 Arrays = dict[str, npt.NDArray[Any]]
@@ -82,6 +82,7 @@ class CpuBackend:
     """Holds repacked weights, one pool of threads and the native programs."""
 
     name = "cpu"
+    chunk_rows = CHUNK_ROWS
 
     def __init__(
         self, weights: ops.ModelWeights, geometry: ops.Geometry, threads: int, isa: str

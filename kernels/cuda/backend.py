@@ -26,7 +26,6 @@ from edge_runtime.kernels.cuda.cycle import CudaCycles
 from edge_runtime.kernels.cuda.logits import CudaLogits, Room, Sampler
 from edge_runtime.kernels.cuda.memory import PASS_HINT, asking_for, pool, usual_device
 from edge_runtime.kernels.cuda.passes import CudaCache, Pass, Passes
-from edge_runtime.kernels.layout import CHUNK_ROWS
 
 CACHE_HINT = "lower --ctx or --budget"
 
@@ -54,7 +53,7 @@ class CudaBackend:
         self._room: Room | None = None
         self._cycles: weakref.WeakSet[CudaCycles] = weakref.WeakSet()
         self._last: Callable[[], CudaLogits | None] = lambda: None
-        rows = self._chunk_rows
+        rows = self.chunk_rows
         self._host = torch.zeros(3, rows, dtype=torch.int32, pin_memory=self._gpu)
         self._inputs = torch.zeros(3, rows, dtype=torch.int32, device=self.device)
         self._answers = torch.zeros(2 * sizes.LOGIT_ROWS, dtype=torch.int32, pin_memory=self._gpu)
@@ -81,6 +80,11 @@ class CudaBackend:
         parts = () if room is None else (room.values, room.found, room.partial, room.flags)
         rest: int = sum(part.nbytes for part in (*parts, self._inputs))
         return rest + (0 if self._passes is None else self._passes.registers.num_bytes)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a prompt that pass together, at most."""
+        return sizes.chunk_rows(self._arch)
 
     def prepare(self, program: ops.Program) -> None:
         """Make the registers of a program, and the room of its logits. Raises BudgetError."""
@@ -109,7 +113,7 @@ class CudaBackend:
             self.prepare(program)
             logits, room = self._new_logits(program, batch.num_logits)
             first_logit = M - (0 if room is None else batch.num_logits)
-            step = self._chunk_rows
+            step = self.chunk_rows
             for first in range(0, M, step):
                 rows = slice(first, min(first + step, M))
                 one = self._send(batch, rows, cache)
@@ -177,10 +181,6 @@ class CudaBackend:
         }
 
     # what other ways to hold a model replace (`half_backend.py`)
-
-    @property
-    def _chunk_rows(self) -> int:
-        return CHUNK_ROWS
 
     _captures_prompts = True
 

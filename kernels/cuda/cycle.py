@@ -2,8 +2,8 @@
 
 Invariant: a cycle is one graph (draft steps, look-up, verification, choice, acceptance), captured
 once for each kind: numbers of drafted tokens, bucket of lengths, way of choosing. Tokens and their
-number stay on the device; the host reads a report of a few numbers when its event has come, and
-sleeps until then. The tokens are those of `decode.generation`: a draft changes none.
+number stay on the device, which writes a report of a few numbers into the host's memory; the host
+sleeps until its event has come. The tokens are those of `decode.generation`: a draft changes none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ accept = Kernel("cycle_kernels", "accept", plain=(8, 9))
 
 WIDTH, HEADER = REPORT_IDS, REPORT_HEADER
 ROWS = MAX_GAMMA + 1
+SLEEP_PART, LOOK_PART = 0.98, 0.02  # of a cycle's time: slept through, and between two looks
 Kind = tuple[int, int, int, str, bool]  # base tokens, looked-up ones, bucket, choice, forced
 
 
@@ -62,7 +63,7 @@ class CudaCycles:
 
         self._tokens = new(cache.capacity + WIDTH)
         self._state = new(2)
-        self._drafted, self._report = new(WIDTH), new(2, HEADER + WIDTH)
+        self._drafted = new(WIDTH)
         self._inputs = new(3, ROWS)  # ids, positions, first full tokens
         self._counts = torch.arange(ROWS, dtype=torch.int32, device=device)
         self._forced = new(MOST_FORCED + 1)  # a number of entries, then those
@@ -74,11 +75,14 @@ class CudaCycles:
         self._choice = "greedy"
         self._is_forced = False
         gpu = device.type == "cuda"
-        self._host = torch.zeros_like(self._report, device="cpu", pin_memory=gpu)
-        self._events = [_Events(gpu), _Events(gpu)]
+        self._report = torch.zeros(2, HEADER + WIDTH, dtype=torch.int32, pin_memory=gpu)
+        self._reported = self._report.numpy()  # the same memory
+        self._marks = _Marks(gpu)
+        self._seconds: dict[Kind, float] = {}  # that one of a kind took the last time
+        self._ended = 0.0  # when the end of the last one was seen
         self._graphs = Graphs()
         self._room: Room
-        self._waiting: deque[int] = deque()  # cycles launched and not read
+        self._waiting: deque[_Launched] = deque()  # and not read
         self._count = 0
 
     def begin(
@@ -91,6 +95,7 @@ class CudaCycles:
         assert parameters.presence_penalty == 0
         device = self._tokens.device
         self._waiting.clear()
+        self._marks.use_current_stream()
         self._tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
         self._state.copy_(torch.tensor([len(tokens), 0], dtype=torch.int32))
         self._count = 0
@@ -120,25 +125,37 @@ class CudaCycles:
             base, look_up, self._cache.bucket(most_tokens - 1 + rows), self._choice,
             self._is_forced,
         )  # fmt: skip
-        events = self._events[self._count % 2]
-        what, num_bytes = f"a cycle of {rows} rows", self._backend.workspace_bytes
-        with asking_for(what, num_bytes, self._tokens.device, PASS_HINT):
-            self._prepare()
-            events.start()
-            self._replay(kind)
-            events.stop()
-        self._waiting.append(self._count)
+        graph = self._graphs.captured(kind, self._backend.passes.registers)
+        if graph is not None:
+            self._backend.free_room()
+            begin = self._marks.begin(self._count, follows=bool(self._waiting))
+            graph.replay()
+        else:
+            what, num_bytes = f"a cycle of {rows} rows", self._backend.workspace_bytes
+            with asking_for(what, num_bytes, self._tokens.device, PASS_HINT):
+                self._prepare()
+                begin = self._marks.begin(self._count)
+                self._replay(kind)
+        self._marks.end(self._count)
+        at = None if graph is None else time.perf_counter()
+        self._waiting.append(_Launched(self._count, kind, begin, at))
         self._count += 1
 
     def read(self) -> ops.Cycle:
         """Wait for the oldest cycle and return what it made. Raises NumericError."""
-        number = self._waiting.popleft()
-        seconds = self._events[number % 2].seconds()
-        report = self._host.numpy()[number % 2]
-        count, drafted, finite, _ = report[:HEADER].tolist()
+        number, kind, begin, at = self._waiting.popleft()
+        if at is None:
+            self._marks.wait(number)
+        else:
+            self._marks.wait(number, max(at, self._ended), self._seconds.get(kind))
+        self._ended = time.perf_counter()
+        seconds = self._marks.seconds(begin, number)
+        if at is not None:
+            self._seconds[kind] = seconds
+        count, drafted, finite, _, *tokens = self._reported[number % 2].tolist()
         if not finite:
             raise ops.not_finite()
-        return ops.Cycle(report[HEADER : HEADER + count].tolist(), drafted, seconds)
+        return ops.Cycle(tokens[:count], drafted, seconds)
 
     # a cycle
 
@@ -175,7 +192,6 @@ class CudaCycles:
             )
         rows = 1 + base + look_up
         self._verify(base, rows, bucket, looked=look_up > 0, forced=forced)
-        self._host.copy_(self._report, non_blocking=True)
 
     def _draft_row(self, step: int) -> None:
         draft_row[(1,)](
@@ -266,30 +282,64 @@ class CudaCycles:
         return room.index, room.finite
 
 
-class _Events:
-    """Marks around a cycle in the stream of the device."""
+class _Launched(NamedTuple):
+    """number: of the cycle; begin: its mark; at: when its graph was (`time.perf_counter`), None
+    where it was not there yet and what the host did counts."""
+
+    number: int
+    kind: Kind
+    begin: int
+    at: float | None
+
+
+class _Marks:
+    """Marks in the stream of the device: the ends of three cycles, and their beginnings where no
+    end is one. What costs here is the host: a mark takes 10 us of a core (H200) that has slept."""
 
     def __init__(self, gpu: bool) -> None:
-        self._gpu = gpu
-        if gpu:  # a wait sleeps
-            made = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            self._begin, self._end = made
+        self._times = [0.0] * 6
+        self._events: list[torch.cuda.Event] = []
+        if gpu:
+            self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(6)]
 
-    def start(self) -> None:
-        if self._gpu:
-            self._begin.record()
+    def use_current_stream(self) -> None:
+        """Take the current stream from now on: to look it up costs as much as a mark."""
+        if self._events:
+            self._stream = torch.cuda.current_stream()
+
+    def begin(self, number: int, *, follows: bool = False) -> int:
+        """Return the mark that a cycle begins with. follows: at once on the end of the last one."""
+        if follows:
+            return (number - 1) % 3
+        self._put(3 + number % 3)
+        return 3 + number % 3
+
+    def end(self, number: int) -> None:
+        """Put the mark that a cycle ends with."""
+        self._put(number % 3)
+
+    def _put(self, mark: int) -> None:
+        if self._events:
+            self._events[mark].record(self._stream)
         else:
-            self._started = time.perf_counter()
+            self._times[mark] = time.perf_counter()
 
-    def stop(self) -> None:
-        if self._gpu:
-            self._end.record()
-        else:
-            self._seconds = time.perf_counter() - self._started
+    def wait(self, number: int, begun: float = 0.0, expected: float | None = None) -> None:
+        """Sleep until the end of a cycle. begun: when it began (`time.perf_counter`), about;
+        expected: seconds from then on, where known. An event's own wait takes a third of a
+        millisecond of a core (H200), a sleep and a look 10 us."""
+        if not self._events:
+            return
+        end = self._events[number % 3]
+        if expected is None:
+            end.synchronize()
+            return
+        time.sleep(max(0.0, begun + SLEEP_PART * expected - time.perf_counter()))
+        while not end.query():
+            time.sleep(LOOK_PART * expected)
 
-    def seconds(self) -> float:
-        """Wait for the end; return the time between both."""
-        if not self._gpu:
-            return self._seconds
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) * 1e-3
+    def seconds(self, begin: int, number: int) -> float:
+        """Return the time from a mark to the end of a cycle, after `wait`."""
+        if not self._events:
+            return self._times[number % 3] - self._times[begin]
+        return float(self._events[begin].elapsed_time(self._events[number % 3])) * 1e-3

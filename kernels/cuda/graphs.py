@@ -33,6 +33,10 @@ class Graphs:
         self._kept.clear()
         self._writes_to = None
 
+    def captured(self, kind: Hashable, writes_to: object) -> torch.cuda.CUDAGraph | None:
+        """Return the graph of a kind, if it has one. writes_to: as in `run`."""
+        return self._kept.get(kind) if self._writes_to is writes_to else None
+
     def run(self, kind: Hashable, launch: Callable[[], None], writes_to: object) -> None:
         """Do what `launch` does. writes_to: what the launches of all kinds write to."""
         if self._writes_to is not writes_to:
@@ -65,9 +69,15 @@ def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@functools.cache
 def capture_stream() -> torch.cuda.Stream:
-    """The stream of every capture: cuBLAS keeps room of its own for each that it meets."""
+    """The stream of captures: the current one, or, as the default stream cannot be captured, one
+    for all. cuBLAS keeps room of its own for each that it meets."""
+    current = torch.cuda.current_stream()
+    return current if current.cuda_stream else _own_stream()
+
+
+@functools.cache
+def _own_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 

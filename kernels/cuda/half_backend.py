@@ -61,7 +61,8 @@ class HalfBackend(_PlainCache):
             self._warm_up()
 
     @property
-    def _chunk_rows(self) -> int:
+    def chunk_rows(self) -> int:
+        """Rows of a prompt that pass together, at most."""
         return sizes.HALF_CHUNK_ROWS
 
     def _new_passes(self, model: Any) -> Passes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.cuda import activations, head, sizes
+from edge_runtime.kernels.cuda import activations, head, launch, sizes
 from edge_runtime.kernels.cuda.activations import Activation, SiluRoom
 from edge_runtime.kernels.cuda.attention import Workspace, attention
 from edge_runtime.kernels.cuda.cache import NestedCache
@@ -64,7 +64,7 @@ class CudaCache(NestedCache, Buckets):
 
 @dataclass(slots=True)
 class Pass:
-    """Up to CHUNK_ROWS rows on their way through a program.
+    """The rows of a chunk, at most, on their way through a program.
 
     positions, full_from: int32 [rows]; ids: likewise, or None with `rows` fp32 [rows, H] on the
     host; tokens: the bucket; logits: where those of the last num_logits rows go; length: tokens of
@@ -110,7 +110,8 @@ class Passes:
 
     def new_registers(self) -> Registers:
         """Return registers without any."""
-        return Registers(self._group_size, self._device)
+        rows = sizes.chunk_rows(launch.arch(self._device))
+        return Registers(self._group_size, self._device, rows)
 
     def linear_of(self, op: ops.Linear) -> DeviceLinear:
         """Return the matrix of an op."""

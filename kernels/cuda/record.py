@@ -30,7 +30,7 @@ from edge_runtime.kernels.cuda.logits import Sampler
 from edge_runtime.kernels.cuda.ngram import BLOCK as LOOK_UP_BLOCK
 from edge_runtime.kernels.cuda.passes import CudaCache
 from edge_runtime.kernels.cuda.weights import DeviceWeights
-from edge_runtime.kernels.layout import CHUNK_ROWS, KV_BLOCK, MAX_GAMMA, padded
+from edge_runtime.kernels.layout import KV_BLOCK, MAX_GAMMA, padded
 from edge_runtime.kernels.sampling import Parameters
 
 META = torch.device("meta")
@@ -74,8 +74,8 @@ class Recorder:
 class Built(saved.Machine):
     """Compiles for a chip what is met, and launches that: the code of an Orin on a larger GPU."""
 
-    def __init__(self, arch: int = ORIN, stream: int | None = None) -> None:
-        super().__init__(arch, launch.triton_columns(), stream)
+    def __init__(self, arch: int = ORIN) -> None:
+        super().__init__(arch, launch.triton_columns())
         self.compiled: dict[Signature, Compiled] = {}
 
     def find(self, signature: Signature) -> Compiled:
@@ -115,7 +115,7 @@ def engine_signatures(subject: Subject, arch: int = ORIN) -> list[Signature]:
             cache = backend.new_cache(capacity)
             _decode(backend, subject, cache)
             _look_ups(backend, subject, cache)
-        cache = backend.new_cache(2 * CHUNK_ROWS)
+        cache = backend.new_cache(2 * backend.chunk_rows)
         _prompts(backend, subject, cache)
         _cycles(backend, subject, cache)
         _choices(backend, subject.geometry.num_tokens)
@@ -209,13 +209,14 @@ def _decode(backend: CudaBackend, subject: Subject, cache: CudaCache) -> None:
 def _prompts(backend: CudaBackend, subject: Subject, cache: CudaCache) -> None:
     """Every number of rows of a prompt; logits of the last row, of all, and in parts, which begin
     at any row."""
+    most = backend.chunk_rows
     for program, silent in subject.programs.values():
-        for rows in range(1, CHUNK_ROWS + 1):
+        for rows in range(1, most + 1):
             _run(backend, program, cache, rows)
             _run(backend, program, cache, rows, rows)
             _run(backend, silent, cache, rows)
         for less in range(4):
-            rows = CHUNK_ROWS + 64
+            rows = most + 64
             _run(backend, program, cache, rows, rows - less)
 
 
@@ -243,9 +244,7 @@ def _new_cycles(
     backend: CudaBackend, subject: Subject, cache: CudaCache, recent: int | None
 ) -> CudaCycles:
     target, draft = (subject.programs[view][0] for view in ("w8", "w4"))
-    cycles = CudaCycles(backend, target, draft, cache, recent)
-    cycles._host = torch.empty_like(cycles._host, device=META)  # nothing can be copied from there
-    return cycles
+    return CudaCycles(backend, target, draft, cache, recent)
 
 
 def _choices(backend: CudaBackend, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Registers of passes on the device: made once for CHUNK_ROWS rows, shared by all programs.
+"""Registers of passes on the device: made once for the rows of a chunk, shared by all programs.
 
 Invariant: a register stays where it is as long as this object lives, so that graphs may write to
 it; the rows of a pass are the first of it.
@@ -18,7 +18,7 @@ from edge_runtime.kernels.cuda import sizes
 from edge_runtime.kernels.cuda.activations import Activation
 from edge_runtime.kernels.cuda.linear import DIGIT_ROWS, Digits
 from edge_runtime.kernels.cuda.memory import Block, asking_for
-from edge_runtime.kernels.layout import CHUNK_ROWS, padded
+from edge_runtime.kernels.layout import padded
 
 HINT = "free memory of the GPU, or use a smaller model"
 Piece = tuple[tuple[int, ...], torch.dtype]
@@ -28,8 +28,9 @@ class Registers:
     """By name and width: numbers fp32 [rows, width], and quantised rows. By width alone: sums
     as digits, and the peaks of silu·mul."""
 
-    def __init__(self, group_size: int, device: torch.device) -> None:
-        self._group_size, self._device = group_size, device
+    def __init__(self, group_size: int, device: torch.device, rows: int) -> None:
+        """rows: of a pass, at most."""
+        self._group_size, self._device, self._rows = group_size, device, rows
         self._tensors: dict[Any, tuple[Tensor, ...]] = {}
         self.num_bytes = 0
 
@@ -41,21 +42,21 @@ class Registers:
         wanted: dict[Any, list[Piece]] = {}
         for kind, name, width in _written(program, geometry, outputs):
             if kind == "floats":
-                wanted[kind, name, width] = [((CHUNK_ROWS, width), torch.float32)]
+                wanted[kind, name, width] = [((self._rows, width), torch.float32)]
             else:
                 groups = padded(width, self._group_size) // self._group_size
                 wanted["quantised", name, width] = [
-                    ((CHUNK_ROWS, groups * self._group_size), torch.int8),
-                    ((CHUNK_ROWS,), torch.float32),
-                    ((CHUNK_ROWS, groups), torch.int32),
+                    ((self._rows, groups * self._group_size), torch.int8),
+                    ((self._rows,), torch.float32),
+                    ((self._rows, groups), torch.int32),
                 ]
                 wanted["digits", groups] = [
-                    ((2 * CHUNK_ROWS * padded(groups, sizes.DIGIT_GROUPS),), torch.int8),
-                    ((CHUNK_ROWS,), torch.int32),
+                    ((2 * self._rows * padded(groups, sizes.DIGIT_GROUPS),), torch.int8),
+                    ((self._rows,), torch.int32),
                 ]
             if kind == "silu":
                 chunks = -(-width // sizes.SILU_CHUNK)
-                wanted["peaks", chunks] = [((CHUNK_ROWS * chunks,), torch.int32)]
+                wanted["peaks", chunks] = [((self._rows * chunks,), torch.int32)]
         missing = {key: pieces for key, pieces in wanted.items() if key not in self._tensors}
         every = [piece for pieces in missing.values() for piece in pieces]
         size = sum(sizes.piece(math.prod(s) * t.itemsize) for s, t in every)

@@ -195,14 +195,13 @@ class Machine:
     """Launches machine code through the driver; where it comes from is `find`'s.
 
     A function belongs to the CUDA context that was current when it was first launched: a slice of
-    a GPU has a `Machine` of its own. stream: in place of torch's current one.
+    a GPU has a `Machine` of its own.
     """
 
     assembly = True
 
-    def __init__(self, arch: int, fewest_columns: int, stream: int | None = None) -> None:
-        self.fewest_columns = fewest_columns
-        self._arch, self._stream = arch, stream
+    def __init__(self, arch: int, fewest_columns: int) -> None:
+        self.fewest_columns, self._arch = fewest_columns, arch
         self._functions: dict[Any, driver.Function] = {}
 
     @property
@@ -225,14 +224,14 @@ class Machine:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
     ) -> None:
-        """Enqueue on torch's current stream, or on the one that was given."""
+        """Enqueue on torch's current stream."""
         kinds, values = launch.described(arguments, kernel.plain)
         key = (kernel.name, kinds, *options.values())
         function = self._functions.get(key)
         if function is None:
             function = self._load(self.find(launch.signature(kernel.name, kinds, options)))
             self._functions[key] = function
-        function.launch(grid, values, self._current() if self._stream is None else self._stream)
+        function.launch(grid, values, self._current())
 
     def _load(self, compiled: Compiled) -> driver.Function:
         """The cubin on its own chip, the PTX on newer ones."""
@@ -248,15 +247,15 @@ class Machine:
 class Saved(Machine):
     """Launches what a folder holds."""
 
-    def __init__(self, folder: Folder, chosen_by: str, stream: int | None = None) -> None:
+    def __init__(self, folder: Folder, chosen_by: str) -> None:
         """chosen_by: an option or a variable, for people."""
-        super().__init__(folder.index["arch"], folder.index["fewest_columns"], stream)
+        super().__init__(folder.index["arch"], folder.index["fewest_columns"])
         self.folder, self._chosen_by = folder, chosen_by
 
     @classmethod
-    def open(cls, path: Path, chosen_by: str, stream: int | None = None) -> Saved:
+    def open(cls, path: Path, chosen_by: str) -> Saved:
         """Read and check a folder. Raises BackendUnavailable."""
-        return cls(Folder.read(path), chosen_by, stream)
+        return cls(Folder.read(path), chosen_by)
 
     @property
     def why(self) -> str:

@@ -29,6 +29,7 @@ DIGIT_GROUPS = 32  # groups of digits of sums are padded to it
 SILU_CHUNK = 1024  # numbers of a feed-forward row that have a common peak
 REPORT_IDS = 16  # of a cycle's report, as many as a power of two holds
 REPORT_HEADER = 4  # numbers before them: tokens, drafted, finite, unused
+LARGE_CHUNK_ROWS = 1024  # of a prompt that pass together on GPUs that CHUNK_ROWS would not fill
 HALF_CHUNK_ROWS = 1024  # of a prompt that pass through 16-bit weights together
 HALF_SPLIT = 128  # tokens of the shortest split of attention over a 16-bit cache
 SDPA_BYTES = 16 << 20  # what it takes where it splits the tokens of a prompt: 132 programs' worth
@@ -43,8 +44,13 @@ def piece(size_bytes: int) -> int:
     return padded(size_bytes, LINE)
 
 
+def chunk_rows(arch: int) -> int:
+    """Rows of a prompt that pass together, at most; arch: 87 is compute capability 8.7."""
+    return LARGE_CHUNK_ROWS if arch >= 90 else CHUNK_ROWS
+
+
 def row_tile(arch: int) -> int:
-    """Rows that the planes of a linear are padded to; arch: 87 is compute capability 8.7."""
+    """Rows that the planes of a linear are padded to."""
     return tiles.ROW_TILES.get(arch, tiles.ROW_TILES[87])
 
 
@@ -67,18 +73,20 @@ def linear(N: int, Kp: int, group_size: int, arch: int, *, bias: bool) -> dict[s
     return {name: piece(size) for name, size in sizes.items()}
 
 
-def registers(hidden: int, q_size: int, kv_size: int, intermediate: int, group_size: int) -> int:
-    """Bytes of the registers that the programs of a model share: x, qkv, q, att, gate_up, and
-    quantised rows of each width with their sums, as digits too."""
+def registers(
+    hidden: int, q_size: int, kv_size: int, intermediate: int, group_size: int, rows: int
+) -> int:
+    """Bytes of the registers of `rows` rows that the programs of a model share: x, qkv, q, att,
+    gate_up, and quantised rows of each width with their sums, as digits too."""
     floats = (hidden, q_size + 2 * kv_size, q_size, q_size, 2 * intermediate)
-    total = sum(piece(CHUNK_ROWS * 4 * width) for width in floats)
+    total = sum(piece(rows * 4 * width) for width in floats)
     padded_widths = {width: padded(width, group_size) for width in (hidden, q_size, intermediate)}
     for Kp in padded_widths.values():
-        sums = CHUNK_ROWS * 4 * Kp // group_size
-        total += piece(CHUNK_ROWS * Kp) + piece(4 * CHUNK_ROWS) + piece(sums)
+        sums = rows * 4 * Kp // group_size
+        total += piece(rows * Kp) + piece(4 * rows) + piece(sums)
     for groups in {Kp // group_size for Kp in padded_widths.values()}:
-        total += piece(2 * CHUNK_ROWS * padded(groups, DIGIT_GROUPS)) + piece(4 * CHUNK_ROWS)
-    return total + piece(CHUNK_ROWS * 4 * -(-intermediate // SILU_CHUNK))
+        total += piece(2 * rows * padded(groups, DIGIT_GROUPS)) + piece(4 * rows)
+    return total + piece(rows * 4 * -(-intermediate // SILU_CHUNK))
 
 
 def logits(rows: int, stride: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edge_runtime.kernels import ops
+from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.reference import numeric
 from edge_runtime.kernels.reference.cache import PlainCache
 from edge_runtime.kernels.reference.ops import TorchLogits
@@ -36,6 +37,7 @@ class FloatBackend:
     """Unquantised ops."""
 
     name = "reference"
+    chunk_rows = CHUNK_ROWS
 
     def __init__(self, weights: FloatWeights, geometry: ops.Geometry) -> None:
         self.weights = weights

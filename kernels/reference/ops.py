@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edge_runtime.kernels import ops
-from edge_runtime.kernels.layout import KV_BLOCK, padded
+from edge_runtime.kernels.layout import CHUNK_ROWS, KV_BLOCK, padded
 from edge_runtime.kernels.reference import numeric
 from edge_runtime.kernels.reference.cache import NestedCache
 from edge_runtime.kernels.reference.linear import ExactLinear
@@ -69,6 +69,7 @@ class ReferenceBackend:
     """Quantised ops. Views of a linear are made on first use and kept."""
 
     name = "reference"
+    chunk_rows = CHUNK_ROWS
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def engines(
             opened[name] = Engine.open(checkpoints(name), backend=request.param, ctx=CONTEXT)
         first = opened[name]
         text = first.text if eos is None else replace_eos(first, eos)
-        return Engine(
+        engine = Engine(
             first.model,
             first.tokenizer,
             text,
@@ -71,8 +71,9 @@ def engines(
             context=context,
             draft=DraftChoice(gamma, source, "test"),  # type: ignore[arg-type]
             policy=parse_policy(policy),
-            chunk=chunk,
         )
+        engine.chunk = chunk
+        return engine
 
     yield get
     for engine in opened.values():

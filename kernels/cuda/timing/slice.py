@@ -9,6 +9,7 @@ On a GPU with fewer than 16 multiprocessors, as an Orin is, the slice is the who
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +37,8 @@ def capability() -> int:
 
 @contextlib.contextmanager
 def open_slice() -> Iterator[Timer]:
-    """Make a slice current, launch code for sm_87 there, and yield its timer; torch allocates in
-    it, on the same GPU. What is met first within is compiled.
+    """Make a slice current with a stream of it, launch code for sm_87 there, and yield its timer;
+    torch works in it, too. What is met first within is compiled.
 
     Raises BackendUnavailable where code for sm_87 or green contexts are not to be had.
     """
@@ -47,16 +48,17 @@ def open_slice() -> Iterator[Timer]:
         SMALL_GPU_SMS
     ):
         timer = Timer()
-        with launch.using(Built(ORIN, timer.handle)):
+        with timer.current(), launch.using(Built(ORIN)):
             yield timer
         return
     context = _green_context()
     context.set_context()
     try:
         timer = Timer(NUM_SMS)
-        with launch.using(Built(ORIN, timer.handle)):
+        with timer.current(), launch.using(Built(ORIN)):
             yield timer
     finally:
+        gc.collect()  # what was made within goes before the context does
         context.pop_context()
 
 

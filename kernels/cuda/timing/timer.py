@@ -57,8 +57,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class Timer:
-    """A stream of the current context. num_sms: of a slice of the GPU, which torch's own streams
-    would leave: there calls launch on `handle` by themselves."""
+    """A stream of the current context. num_sms: of a slice of the GPU, which streams that torch
+    made before would leave."""
 
     def __init__(self, num_sms: int | None = None) -> None:
         torch.zeros(1, device="cuda")  # makes a context where there is none yet
@@ -77,9 +77,7 @@ class Timer:
         return self._stream.value or 0
 
     def current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the stream torch's, so that torch and Triton launch on it."""
-        if not self.whole:
-            return contextlib.nullcontext()
+        """Make the stream torch's, so that all launch on it."""
         return torch.cuda.stream(torch.cuda.ExternalStream(self.handle))
 
     def wait(self) -> None:

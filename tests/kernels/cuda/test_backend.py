@@ -126,14 +126,14 @@ def test_parts_of_a_batch_and_embedding_rows(
     chunk: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows than the registers have go through in parts; logits may lie in several."""
-    from edge_runtime.kernels.cuda import backend as module
+    from edge_runtime.kernels.cuda import sizes
 
     name, rows, wanted = "D64-group3", 8, 7
     if device == "cuda":
         rows, wanted = 300, 280
     elif chunk == 300:
         pytest.skip("one part, which the other tests have")
-    monkeypatch.setattr(module, "CHUNK_ROWS", min(chunk, 256))
+    monkeypatch.setattr(sizes, "chunk_rows", lambda arch: min(chunk, 256))
     x = np.random.default_rng(3).standard_normal((rows, 200)).astype(np.float32)
     positions = np.arange(rows)
     found = []

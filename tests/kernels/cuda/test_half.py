@@ -230,7 +230,9 @@ def test_other_layouts_take_what_is_planned(layout: Any, device: str) -> None:
     planned = lines["workspace"] - sizes.sampling(model.spec.vocab_size)  # where it is first used
     if layout == "w8":
         of_attention = account.per_block["workspace"] * (CONTEXT // 64 + 1)
-        planned -= sizes.half_prompt(model.spec.q_size, model.spec.num_heads, 256) + of_attention
+        rows = sizes.chunk_rows(backend._arch)
+        prompt = sizes.half_prompt(model.spec.q_size, model.spec.num_heads, rows)
+        planned -= prompt + of_attention
     else:
         planned -= account.per_block["workspace"] * (CONTEXT // 64 + 15)
     assert planned <= backend.workspace_bytes <= planned + 16 * 1024

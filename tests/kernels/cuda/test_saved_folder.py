@@ -130,7 +130,7 @@ def test_a_broken_folder_is_refused(what: str, small: Path) -> None:
 
 
 def test_what_is_not_there_is_named(small: Path) -> None:
-    way = saved.Saved.open(small, "--kernels", stream=0)
+    way = saved.Saved.open(small, "--kernels")
     with pytest.raises(BackendUnavailable, match=r"m\.g\(\*i32:16, i32, X=1; 2 warps\)") as error:
         way.launch(launch.Kernel("m", "g"), (1,), [torch.zeros(4, dtype=torch.int32), 3],
                    {"X": 1, "num_warps": 2})  # fmt: skip

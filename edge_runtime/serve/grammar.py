@@ -17,12 +17,15 @@ from edge_runtime.decode.constraint import Ids
 from edge_runtime.errors import BackendUnavailable, UsageError
 from edge_runtime.serve import schema
 from edge_runtime.serve.schema import MAX_SCHEMA_CHARS, Vocabulary
-from edge_runtime.serve.trial import Trials
+from edge_runtime.serve.trial import Trials, Verdict
+from edge_runtime.serve.worker import QueueFull
 
 if TYPE_CHECKING:
     from edge_runtime.decode.engine import Engine
 
 ANY_OBJECT = {"type": "object"}
+MOST_WAITING = 8  # schemas that are not known yet
+RETRY_S = 5
 
 
 class Grammars:
@@ -32,7 +35,7 @@ class Grammars:
         self._engine = engine
         self._told: Any = None
         self._trials: Trials | None = None
-        self._turn = asyncio.Lock()
+        self._turn, self._waiting = asyncio.Lock(), 0
 
     def start(self) -> None:
         """Tell the vocabulary, here and to the helper that tries schemas; nothing without
@@ -65,11 +68,21 @@ class Grammars:
                 f"response_format: expected a schema of at most {MAX_SCHEMA_CHARS} characters, "
                 f"got {len(text)}"
             )
-        if not self._trials.knows(text):
-            async with self._turn:  # one thread of those that others need too
-                await asyncio.to_thread(self._trials.run, text)
-        self._trials.check(text)
+        if (verdict := self._trials.known(text)) is None:
+            verdict = await self._trial(self._trials, text)
+        verdict.check()
         return text
+
+    async def _trial(self, trials: Trials, text: str) -> Verdict:
+        """Try it when its turn comes: one thread is taken of those that others need too."""
+        if self._waiting >= MOST_WAITING:
+            raise QueueFull(f"{self._waiting} schemas are being tried", RETRY_S)
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(trials.run, text)
+        finally:
+            self._waiting -= 1
 
     def of_schema(self, text: str) -> Grammar:
         """Return the rule of a schema that was tried. Raises UsageError."""

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 HEAD_S = 20  # for the head of a request
 KEEP_S = 30  # between two requests of a connection
+WRITE_S = 60  # for a client to take what is sent
 LAST_S = 5  # for errors to be told after a drain
 MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of a machine without IPv6, for localhost
 
@@ -81,6 +82,7 @@ class Protocol(H11Protocol):
         self._most = self.limit_concurrency or 1
         self.limit_concurrency = None  # uvicorn's own answer is no JSON
         self._timer: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the head of a request."""
@@ -99,8 +101,20 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._stuck):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        """The client takes nothing: for a time."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""

@@ -59,6 +59,11 @@ class Verdict(msgspec.Struct):
     message: str = ""
     hint: str = ""
 
+    def check(self) -> None:
+        """Raise UsageError where it is refused."""
+        if self.message:
+            raise UsageError(self.message, self.hint)
+
 
 class Trials:
     """Tries schemas, one at a time. `start` it, `stop` it."""
@@ -67,7 +72,8 @@ class Trials:
         self._limits = limits or Limits()
         self._first = msgspec.msgpack.encode((vocabulary, self._limits))
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known
+        self._turn = threading.Lock()  # to ask the helper
         self._helper: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -91,25 +97,23 @@ class Trials:
             helper.wait()
             self._helper = None
 
-    def knows(self, text: str) -> bool:
-        """Whether this schema was tried."""
-        return _hash(text) in self._known
-
-    def check(self, text: str) -> None:
-        """Raise UsageError for a schema that was refused."""
-        verdict = self._known[_hash(text)]
-        if verdict.message:
-            raise UsageError(verdict.message, verdict.hint)
-
-    def run(self, text: str) -> None:
-        """Try a schema. Raises TrialFailed where that cannot be."""
-        key = _hash(text)
+    def known(self, text: str) -> Verdict | None:
+        """What was found of a schema, where it was tried."""
         with self._lock:
-            if key not in self._known:
-                self._known[key] = self._verdict(text)
-                if len(self._known) > MOST_KNOWN:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
+            if (verdict := self._known.get(key := _hash(text))) is not None:
+                self._known.move_to_end(key)
+            return verdict
+
+    def run(self, text: str) -> Verdict:
+        """Try a schema, unless it was. Raises TrialFailed where that cannot be."""
+        with self._turn:
+            if (verdict := self.known(text)) is None:
+                verdict = self._verdict(text)
+                with self._lock:
+                    self._known[_hash(text)] = verdict
+                    if len(self._known) > MOST_KNOWN:
+                        self._known.popitem(last=False)
+            return verdict
 
     def _verdict(self, text: str) -> Verdict:
         for _ in range(2):  # a helper that was ended from outside is started again

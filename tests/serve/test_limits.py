@@ -89,6 +89,25 @@ def test_bodies_together_are_bounded(slow: Any, serve: Callable[..., Running]) -
     assert ask(running, messages=text).status_code == 200
 
 
+def test_a_client_that_takes_nothing(
+    slow: Any, serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection ends, and its request."""
+    monkeypatch.setattr(listen, "WRITE_S", 0.5)
+    running = serve(slow)
+    slow.go.set()
+    body = json.dumps(BODY | {"stream": True, "max_tokens": 10**6}).encode()
+    with connect(running) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        assert slow.cancelled.wait(30)
+        until(lambda: not running.server.server_state.connections)
+    assert ask(running).status_code == 200
+
+
 def test_what_is_no_http(slow: Any, serve: Callable[..., Running]) -> None:
     with connect(serve(slow)) as one:
         one.sendall(b"\x16\x03\x01 hello\r\n\r\n")

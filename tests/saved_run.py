@@ -63,10 +63,14 @@ class FakeDriver:
 class Noting(saved.Saved):
     """Notes what the launchers give, and which code is taken."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.given: list[tuple[Any, ...]] = []
         self.code: dict[launch.Signature, Compiled] = {}
+
+    @staticmethod
+    def _current() -> int:
+        return STREAM
 
     def find(self, signature: launch.Signature) -> Compiled:
         self.code[signature] = super().find(signature)
@@ -127,7 +131,7 @@ def main(folder: str) -> None:
     fake = FakeDriver()
     driver._library = lambda: fake  # type: ignore[assignment]
     saved._chip = lambda: 87
-    way = Noting(saved.Folder.read(Path(folder)), "a test", STREAM)
+    way = Noting(saved.Folder.read(Path(folder)), "a test")
     run_engine(way)
     assert len(fake.launches) == len(way.given)
     for (signature, grid, values), got in zip(way.given, fake.launches, strict=True):

@@ -5,11 +5,12 @@
 
 First each prompt is answered at a high temperature with a stop string out of the middle of its own
 answer, streamed and whole: the same text, which ends before that string. Then one client asks
-alone, then all of them. Each asks in a loop for the answer to a prompt with a mark of its own,
-streamed or not in turns, greedy: the same prompt has the same answer whoever asks and whenever.
-Meanwhile /health is asked, and the server's memory. Exit 1: an answer was cut, mixed with another's
-or different; a status other than 200 and 429; /health took 100 ms or more; all together got less
-than 0.9 of the tokens that one gets. The last line of stdout is one JSON document.
+alone, then all of them, then one again: a shared machine changes meanwhile. Each asks in a loop for
+the answer to a prompt with a mark of its own, streamed or not in turns, greedy: the same prompt has
+the same answer whoever asks and whenever. Meanwhile /health is asked, and the server's memory. Exit
+1: an answer was cut, mixed with another's or different; a status other than 200 and 429; /health
+took 100 ms or more; all together got less than 0.9 of the tokens a second that one got on average.
+The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -163,32 +164,38 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     rss: list[int] = []
     asking = asyncio.create_task(health(options.url, waits, rss))
     speeds: dict[str, float] = {}
-    found: dict[str, Seen] = {}
+    found: list[Seen] = []
     for name, number, seconds in (
-        ("alone", 1, options.seconds / 4), ("together", options.clients, options.seconds),
+        ("before", 1, options.seconds / 6), ("together", options.clients, options.seconds),
+        ("after", 1, options.seconds / 6),
     ):  # fmt: skip
         started = time.monotonic()
-        found[name] = await clients(options.url, model, number, seconds, options.prompts)
-        speeds[name] = found[name].tokens / (time.monotonic() - started)
+        found.append(await clients(options.url, model, number, seconds, options.prompts))
+        speeds[name] = found[-1].tokens / (time.monotonic() - started)
     asking.cancel()
-    alone, together = found["alone"], found["together"]
+    before, together, after = found
     differing = [
         prompt
+        for alone in (before, after)
         for prompt, text in alone.answers.items()
         if together.answers.get(prompt, text) != text
     ]
     times = sorted(together.waits)
     return {
         "clients": options.clients,
-        "answers": len(alone.waits) + len(times),
+        "answers": sum(len(seen.waits) for seen in found),
         "refused_429": together.busy,
         "streams": compared,
-        "wrong": alone.wrong + together.wrong + differing + compared["wrong"],
+        "wrong": sum((seen.wrong for seen in found), differing + compared["wrong"]),
         "tok_s": speeds,
-        "of_one_client": speeds["together"] / speeds["alone"],
+        "of_one_client": 2 * speeds["together"] / (speeds["before"] + speeds["after"]),
         "wait_s": {"median": statistics.median(times), "p95": times[int(0.95 * len(times))]},
         "rss_mib": {"first": rss[0] >> 20, "most": max(rss) >> 20, "last": rss[-1] >> 20},
-        "health_s": {"median": statistics.median(waits), "worst": max(waits)},
+        "health_s": {
+            "median": statistics.median(waits),
+            "p99": sorted(waits)[int(0.99 * len(waits))],
+            "worst": max(waits),
+        },
     }
 
 

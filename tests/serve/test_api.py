@@ -116,37 +116,36 @@ def test_log_probabilities(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_log_probabilities_end_with_the_text(running: Running, chat: bool) -> None:
-    """Of tokens that a stop string cuts none are told, streamed or not; of all others all."""
+def test_log_probabilities_end_with_the_text(running: Running, engine: Engine, chat: bool) -> None:
+    """Of tokens that begin beyond it, in a stop string, none are told; streamed or not."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body: dict[str, Any] = {"model": MODEL, "temperature": 1.5, "max_tokens": 40, "logprobs": 1}
     body |= {"messages": MESSAGES, "logprobs": True} if chat else {"prompt": "Hello"}
-    cuts = 0
+    beyond = 0
     for seed in range(8):
-        whole = raw(running, path, body | {"seed": seed}).json()["choices"][0]
-        text = whole["message"]["content"] if chat else whole["text"]
-        middle = len(text) // 2
-        stopped = body | {"seed": seed, "stop": text[middle : middle + 3]}
-        found = raw(running, path, stopped).json()["choices"][0]
+        options: Any = {"max_new_tokens": 40, "sampling": Sampling(temperature=1.5, seed=seed)}
+        text = engine.generate(MESSAGES if chat else "Hello", **options).complete().text
+        stop = text[len(text) // 2 :][:3]
+        body |= {"seed": seed, "stop": stop}
+        found = raw(running, path, body).json()["choices"][0]
         kept = found["message"]["content"] if chat else found["text"]
-        names, all_names = (
-            [e["token"] for e in c["logprobs"]["content"]] if chat else c["logprobs"]["tokens"]
-            for c in (found, whole)
-        )  # fmt: skip
-        assert names == all_names[: len(names)]
-        cuts += len(names) < len(all_names)
-        if "�" not in text:
-            assert "".join(names).startswith(kept)
-            assert len("".join(names[:-1])) < len(kept)
+        assert kept == text[: text.index(stop)]
+        stream, starts, length = engine.new_stream((), continues=not chat), list[int](), 0
+        for token in engine.generate(MESSAGES if chat else "Hello", stop=stop, **options):
+            starts.append(length)
+            length += len(stream.push(token.id).text)
+        told = found["logprobs"]["content" if chat else "tokens"] if found["logprobs"] else []
+        assert len(told) == sum(start < len(kept) for start in starts)
+        beyond += len(starts) - len(told)
         streamed: list[Any] = []
         with running.client() as client:
-            for line in client.post(path, json=stopped | {"stream": True}).text.splitlines():
+            for line in client.post(path, json=body | {"stream": True}).text.splitlines():
                 if line.startswith("data: {"):
                     [choice] = json.loads(line[6:])["choices"]
-                    if told := choice["logprobs"]:
-                        streamed += told["content"] if chat else told["tokens"]
-        assert streamed == (found["logprobs"]["content"] if chat else names)
-    assert cuts
+                    if part := choice["logprobs"]:
+                        streamed += part["content" if chat else "tokens"]
+        assert streamed == told
+    assert beyond
 
 
 def test_hints_are_for_clients(running: Running) -> None:

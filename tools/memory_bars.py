@@ -25,6 +25,7 @@ from edge_runtime.cache.policy import KV4
 from edge_runtime.kernels import ops
 from edge_runtime.kernels.cuda import sizes
 from edge_runtime.kernels.cuda.memory import pool
+from edge_runtime.kernels.layout import CHUNK_ROWS
 from edge_runtime.kernels.sampling import Parameters
 from edge_runtime.plan import footprint
 from edge_runtime.plan.planner import Subject, device_pool, plan
@@ -40,6 +41,7 @@ def run(name: str, device: str, group: int) -> dict[str, Any]:
     spec, profile = shape(name).spec, device_profile(device)
     promised = plan(Subject(name=name, spec=spec, group_size=group), profile, device_pool(profile))
     context = promised.context
+    sizes.LARGE_CHUNK_ROWS = CHUNK_ROWS  # of a prompt together: as there
     here = pool()
     account = footprint.footprint(
         spec, backend="cuda", group_size=group, arch=here.arch, discrete=here.discrete

@@ -79,7 +79,7 @@ class CudaCycles:
         self._reported = self._report.numpy()  # the same memory
         self._marks = _Marks(gpu)
         self._seconds: dict[Kind, float] = {}  # that one of a kind took the last time
-        self._ended = 0.0  # when the end of the last one was seen
+        self._ended = 0.0  # when the last one ended, about
         self._graphs = Graphs()
         self._room: Room
         self._waiting: deque[_Launched] = deque()  # and not read
@@ -144,14 +144,12 @@ class CudaCycles:
     def read(self) -> ops.Cycle:
         """Wait for the oldest cycle and return what it made. Raises NumericError."""
         number, kind, begin, at = self._waiting.popleft()
-        if at is None:
-            self._marks.wait(number)
-        else:
-            self._marks.wait(number, max(at, self._ended), self._seconds.get(kind))
-        self._ended = time.perf_counter()
-        seconds = self._marks.seconds(begin, number)
+        begun = max(at or 0.0, self._ended)
+        self._marks.wait(number, begun, None if at is None else self._seconds.get(kind))
+        seconds, self._ended = self._marks.seconds(begin, number), time.perf_counter()
         if at is not None:
             self._seconds[kind] = seconds
+            self._ended = min(self._ended, begun + seconds)  # it may have been seen late
         count, drafted, finite, _, *tokens = self._reported[number % 2].tolist()
         if not finite:
             raise ops.not_finite()
@@ -324,7 +322,7 @@ class _Marks:
         else:
             self._times[mark] = time.perf_counter()
 
-    def wait(self, number: int, begun: float = 0.0, expected: float | None = None) -> None:
+    def wait(self, number: int, begun: float, expected: float | None) -> None:
         """Sleep until the end of a cycle. begun: when it began (`time.perf_counter`), about;
         expected: seconds from then on, where known. An event's own wait takes a third of a
         millisecond of a core (H200), a sleep and a look 10 us."""

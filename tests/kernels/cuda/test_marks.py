@@ -70,7 +70,7 @@ def test_an_end_about_when_it_is_expected(
 
 def test_an_end_of_which_nothing_is_known(clock: Clock) -> None:
     end = clock.now + 7
-    marks(clock, end).wait(2)
+    marks(clock, end).wait(2, clock.now, None)
     assert (clock.now, clock.looks) == (end, 0)
 
 

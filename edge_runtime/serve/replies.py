@@ -23,7 +23,7 @@ KINDS = {
     415: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
 HINTS: dict[type, str] = {
-    ContextError: "shorten `messages` or `prompt`",
+    ContextError: "shorten the messages or the prompt",
     BudgetError: "try again later",
 }
 
@@ -35,10 +35,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 
 def of_error(error: BitnestError) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error; the hint goes with the message, where it is for clients: they
-    cannot give flags of the command line."""
-    hint = "" if "--" in error.hint else error.hint
-    hint = next((text for kind, text in HINTS.items() if isinstance(error, kind)), hint)
+    """Status and body of an error; the hint goes with the message. One that names flags of the
+    command line, which clients cannot give, is replaced."""
+    hint = error.hint
+    if "--" in hint:
+        hint = next((text for kind, text in HINTS.items() if isinstance(error, kind)), "")
     message = error.message + (f" ({hint})" if hint else "")
     code = "context_length_exceeded" if isinstance(error, ContextError) else None
     return error.http_status, error_body(error.http_status, message, code)

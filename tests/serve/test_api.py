@@ -151,7 +151,7 @@ def test_log_probabilities_end_with_the_text(running: Running, engine: Engine, c
 def test_hints_are_for_clients(running: Running) -> None:
     long = [{"role": "user", "content": "word " * 400}]
     error = raw(running, "/v1/chat/completions", GREEDY | {"messages": long}).json()["error"]
-    assert error["message"].endswith("(shorten `messages` or `prompt`)")
+    assert error["message"].endswith("(shorten the messages or the prompt)")
     assert "--" not in error["message"]
 
 

@@ -155,32 +155,38 @@ def vars_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
-def timed_steps() -> Counter[str]:
-    """Let the steps of a conversion add up their seconds, device included, by name."""
+def timed_steps() -> tuple[Counter[str], Counter[str]]:
+    """Let the steps of a conversion add up their seconds, device included, by name, and keep the
+    most bytes of tensors that there were on the device during one."""
     seconds: Counter[str] = Counter()
+    most: Counter[str] = Counter()
 
     def wrap(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             torch.cuda.synchronize()
+            torch.cuda.memory.reset_peak_memory_stats()
             started = time.perf_counter()
             result = inner(*args, **kwargs)
             torch.cuda.synchronize()
-            seconds[f"{owner.__name__.rsplit('.')[-1]}.{name}"] += time.perf_counter() - started
+            step = f"{owner.__name__.rsplit('.')[-1]}.{name}"
+            seconds[step] += time.perf_counter() - started
+            most[step] = max(most[step], torch.cuda.max_memory_allocated())
+            most["reserved"] = max(most["reserved"], torch.cuda.max_memory_reserved())
             return result
 
         setattr(owner, name, outer)
 
     for owner, name in STEPS:
         wrap(owner, name)
-    return seconds
+    return seconds, most
 
 
 def child(args: argparse.Namespace) -> None:
     """Convert the large model in this process and print its document."""
     started = time.perf_counter()
-    seconds = timed_steps()
+    seconds, most = timed_steps()
 
     def progress(at: int, total: int, text: str) -> None:
         now = time.perf_counter() - started
@@ -189,6 +195,8 @@ def child(args: argparse.Namespace) -> None:
             raise TimeUpError
 
     document = convert(args.folder / "large", args.folder / "out", "cuda", args.tokens, progress)
+    document["device_peak_bytes"] = max(most.pop("reserved"), document["device_peak_bytes"])
+    document["allocated_bytes_by_step"] = dict(most.most_common())
     document["seconds_by_step"] = {n: round(s, 2) for n, s in seconds.most_common()}
     print(json.dumps(document))
 

@@ -8,12 +8,23 @@ the command line turns it into an `InternalError`.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 MAX_CHARS = 800  # of a message or a hint
 
 
 def cut(text: str, limit: int = 60) -> str:
     """Return text as a message quotes it: of what is long, the beginning."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def cut_apart(one: str, other: str, limit: int = 20) -> tuple[str, str]:
+    """Return two different texts, each cut to a limit; where they begin alike, what differs of
+    them (two hashes that share their first digits must not look the same)."""
+    at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    start = 0 if at < limit - 3 else at - limit // 2
+    first, second = (("..." if start else "") + cut(text[start:], limit) for text in (one, other))
+    return first, second
 
 
 class BitnestError(Exception):

@@ -11,21 +11,20 @@ rows, plain 16-bit caches.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from edge_runtime.errors import BitnestError, BudgetError, CheckpointError, UsageError, cut
+from edge_runtime.atomic import PRIVATE, whole_file
+from edge_runtime.errors import BitnestError, BudgetError, CheckpointError, UsageError, cut_apart
 from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.kernels.ops import Cache, Geometry
 from edge_runtime.paths import FULL
@@ -57,7 +56,7 @@ def save(
     """
     planes = layout(geometry, len(ids))
     try:
-        with _whole(path) as file:
+        with whole_file(path, PRIVATE, alone=True) as file:  # a prompt may be private
             head = _head(bound, ids, planes, NO_HASH)
             file.write(head)
             digest = _begin(bound, ids)
@@ -124,13 +123,18 @@ class PromptFile:
     def _compare(self, found: dict[str, str], bound: Mapping[str, str]) -> None:
         if found.get("format") != FORMAT:
             raise CheckpointError(f"{self.path}: a safetensors file, but no prompt's cache")
-        for name, value in {"version": VERSION, **bound}.items():
-            if found.get(name) != value:
-                raise CheckpointError(
-                    f"{self.path}: made for another {name}: expected {cut(value, 20)}, got "
-                    f"{cut(found.get(name, 'none'), 20)}",
-                    f"give another file, or {BEGIN_AGAIN}",
-                )
+        wanted = {"version": VERSION, **bound}
+        differing = [name for name, value in wanted.items() if found.get(name) != value]
+        if differing:
+            said = []
+            for name in differing:
+                mine, theirs = cut_apart(wanted[name], found.get(name, "none"))
+                what = "version of the format" if name == "version" else name
+                said.append(f"another {what}: expected {mine}, got {theirs}")
+            raise CheckpointError(
+                f"{self.path}: made for " + "; for ".join(said),
+                f"give another file, or {BEGIN_AGAIN}",
+            )
 
     def _check_sizes(self) -> None:
         wanted = layout(self._geometry, len(self.ids))
@@ -186,46 +190,6 @@ def _ids(text: str, num_tokens: int, path: Path) -> list[int]:
     ):
         raise CheckpointError(f"{path}: its token ids are none of this model's", BEGIN_AGAIN)
     return ids
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[IO[bytes]]:
-    """Write beside a file and give it the name at the end; what is left behind after a kill is
-    overwritten by the next. The file is its owner's alone: a prompt may be private."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-        _only_writer(file, temporary, path)
-        try:
-            file.truncate(0)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    folder = os.open(path.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _only_writer(file: IO[bytes], temporary: Path, path: Path) -> None:
-    """Raise UsageError if another process writes there, or has just given its file the name."""
-    busy = False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        busy = True
-    except OSError:
-        pass  # a file system without locks
-    with contextlib.suppress(FileNotFoundError):
-        if not busy and os.path.samestat(os.fstat(file.fileno()), os.stat(temporary)):
-            return
-    raise UsageError(f"{path}: another process is saving there", "give each its own file")
 
 
 def _not_written(path: Path, error: OSError) -> BitnestError:

@@ -1,14 +1,21 @@
 """What was typed in earlier chats: one file of JSON lines in the user's state folder.
 
 Invariant: readable by its owner alone, and bounded; what cannot be read or written is done without,
-and `why` says it. A line is written whole; two chats at once add to the same file.
+and `why` says it. Two chats at once add to the same file, and a line that was cut spoils no other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from edge_runtime.atomic import PRIVATE, write_atomic
 
 MAX_ENTRIES = 1000
 MAX_ENTRY_CHARS = 16_384  # of a longer message (a pasted file) nothing is kept
@@ -28,19 +35,18 @@ class HistoryFile:
     def load(self) -> list[str]:
         """Return the entries that are kept; writes a file anew that has outgrown its bound."""
         try:
-            size = self._path.stat().st_size
-            with self._path.open("rb") as stream:
+            with _opened(self._path, "rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
                 stream.seek(max(0, size - MAX_BYTES))
                 lines = stream.read(MAX_BYTES).splitlines()
+                kept = [entry for line in lines if (entry := _entry(line))][-MAX_ENTRIES:]
+                if len(lines) > MAX_ENTRIES + SLACK or size > MAX_BYTES:
+                    self._write_anew(kept)
         except FileNotFoundError:
             return []
         except OSError as error:
             self._give_up(error)
             return []
-        entries = [entry for line in lines if (entry := _entry(line))]
-        kept = entries[-MAX_ENTRIES:]
-        if len(lines) > MAX_ENTRIES + SLACK or size > MAX_BYTES:
-            self._write_anew(kept)
         self._last = kept[-1] if kept else ""
         return kept
 
@@ -50,16 +56,21 @@ class HistoryFile:
             return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(self._path, [text], os.O_APPEND)
+            with _opened(self._path, "a+b") as stream:
+                os.fchmod(stream.fileno(), PRIVATE)  # of a file that was there
+                data = _line(text)
+                size = stream.seek(0, os.SEEK_END)
+                if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
+                    data = b"\n" + data  # after one that a kill or a full disk cut
+                if stream.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._give_up(error)
         self._last = text
 
     def _write_anew(self, entries: list[str]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
-            _write(temporary, entries, os.O_TRUNC)
-            temporary.replace(self._path)
+            write_atomic(self._path, b"".join(map(_line, entries)), PRIVATE)
         except OSError as error:
             self._give_up(error)
 
@@ -67,11 +78,20 @@ class HistoryFile:
         self.why = f"{self._path}: {error.strerror or error}"
 
 
-def _write(path: Path, entries: list[str], how: int) -> None:
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600)
-    with open(number, "wb", buffering=0) as stream:
-        os.fchmod(number, 0o600)  # of a file that was there
-        stream.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
+@contextlib.contextmanager
+def _opened(path: Path, mode: str) -> Iterator[IO[bytes]]:
+    """Open the file and lock it; another chat that writes it anew gives the name to another one."""
+    while True:
+        with open(path, mode, buffering=0, opener=lambda p, f: os.open(p, f, PRIVATE)) as stream:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
+                yield stream
+                return
+
+
+def _line(entry: str) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _entry(line: bytes) -> str:

@@ -1,7 +1,7 @@
 """A conversation in a file: messages, system prompt, settings, and which model it was held with.
 
-Invariant: a file is written whole or not at all, over nothing but an earlier one of its kind; what
-is read is checked entirely before anything of it is used.
+Invariant: a file is written whole or not at all, over nothing but an earlier one of its kind, and
+readable by its owner alone; what is read is checked entirely before anything of it is used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from edge_runtime.atomic import PRIVATE, write_atomic
 from edge_runtime.errors import BudgetError, CheckpointError, UsageError
-from edge_runtime.format.writer import write_atomic
 from edge_runtime.paths import FULL
 
 FORMAT = "bitnest-edge chat"
@@ -57,7 +57,7 @@ def save(path: Path, chat: SavedChat) -> None:
             ) from error
     text = msgspec.json.format(msgspec.json.encode(chat), indent=1) + b"\n"
     try:
-        write_atomic(path, text)
+        write_atomic(path, text, PRIVATE)
     except OSError as error:
         reason = f"{path}: cannot write there: {error.strerror or error}"
         raise (BudgetError if error.errno in FULL else UsageError)(reason) from None

@@ -315,7 +315,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
-    from edge_runtime.format.writer import write_atomic
+    from edge_runtime.atomic import write_atomic
     from edge_runtime.measure import html
 
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
+from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut_apart
 
 FORMAT = 1
 _BEGINS = b'{"eval":'
@@ -131,7 +131,8 @@ def _refuse_other(path: Path, there: dict[str, Any], here: dict[str, Any]) -> No
     for name in dict.fromkeys([*here, *there]):
         old, new = there.get(name, missing), here.get(name, missing)
         if old != new:
-            shown = [cut("none" if v is missing else json.dumps(v), 60) for v in (old, new)]
+            texts = ["none" if v is missing else json.dumps(v) for v in (old, new)]
+            shown = cut_apart(texts[0], texts[1], 60)
             differing.append(f"{name} was {shown[0]}, now {shown[1]}")
     if differing:
         raise UsageError(

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from edge_runtime.atomic import write_atomic
 from edge_runtime.errors import CheckpointError, UsageError
 from edge_runtime.format.manifest import MANIFEST, TOKENIZER, Manifest, Plane
 from edge_runtime.format.stream import Shapes, ShardStream
@@ -176,19 +177,6 @@ def _lock(file: Path, folder: Path) -> int:
 def digest(text: str) -> str:
     """sha256 of a string, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(data)
-        _sync(temporary)
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _pretty(value: Any) -> bytes:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import stat
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +73,49 @@ def test_two_chats_at_once(tmp_path: Path) -> None:
     for i in range(20):
         files[i % 2].append(f"{i}")
     assert list(map(json.loads, path.read_text().splitlines())) == [f"{i}" for i in range(20)]
+
+
+def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'"one"\n"tw')  # a kill, or a disk that was full
+    HistoryFile(path).append("three")
+    assert HistoryFile(path).load() == ["one", "three"]
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    file = HistoryFile(tmp_path / "history.jsonl")
+    file.append("x" * 90)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        file.append("y" * 90)  # of which 7 bytes have room
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "history.jsonl: No space" in file.why
+    HistoryFile(tmp_path / "history.jsonl").append("z")
+    assert HistoryFile(tmp_path / "history.jsonl").load() == ["x" * 90, "z"]
+
+
+def test_what_another_chat_adds_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "history.jsonl"
+    count = history.MAX_ENTRIES + history.SLACK + 1
+    path.write_text("".join(f'"{i}"\n' for i in range(count)))
+    adds = threading.Thread(target=HistoryFile(path).append, args=("other",))
+    write = history.write_atomic
+
+    def slow(*args: Any) -> None:
+        adds.start()
+        adds.join(0.2)
+        write(*args)
+
+    monkeypatch.setattr(history, "write_atomic", slow)
+    HistoryFile(path).load()  # writes it anew
+    adds.join()
+    assert HistoryFile(path).load()[-2:] == [f"{count - 1}", "other"]
 
 
 def test_a_place_that_refuses_is_done_without(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -61,6 +62,21 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     save(path, CHAT)  # over its own kind
     assert [p.name for p in tmp_path.iterdir()] == ["chat.json"]
     assert json.loads(path.read_text())["messages"][0]["role"] == "user"
+
+
+def test_it_is_private_and_touches_no_other_file(tmp_path: Path) -> None:
+    path, other = tmp_path / "chat.json", tmp_path / "chat.json.tmp"
+    other.write_text("mine")
+    before = os.umask(0)
+    try:
+        save(path, CHAT)
+        path.chmod(0o644)  # as an earlier version wrote it
+        save(path, CHAT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert other.read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

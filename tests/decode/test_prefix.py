@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -163,8 +164,16 @@ def reshaped(head: dict[str, Any], planes: bytes) -> tuple[Any, bytes]:
 
 DAMAGE = {
     "format": (with_metadata(format="x"), "no prompt's cache"),
-    "version": (with_metadata(version="2"), "another version: expected 1, got 2"),
+    "version": (with_metadata(version="2"), "another version of the format: expected 1, got 2"),
     "model": (with_metadata(model="cd" * 32), "another model: expected abab.*, got cdcd"),
+    "a model nearly": (
+        with_metadata(model=HASH[:40] + "cd" * 12),
+        r"another model: expected \.\.\.abababababababa.*, got \.\.\.ababababab[abcd]*cdcd",
+    ),
+    "model and view": (
+        with_metadata(model="cd" * 32, view="w4"),
+        "another model: expected .*; for another view: expected w8, got w4$",
+    ),
     "view": (with_metadata(view="w4"), "another view: expected w8, got w4"),
     "heads": (with_metadata(shape="2x2x20"), "another shape"),
     "context": (with_metadata(context="99"), "another context: expected any, got 99"),
@@ -277,7 +286,8 @@ def test_a_killed_save_leaves_the_old_file_whole(tmp_path: Path) -> None:
         assert process.returncode == -signal.SIGKILL
         assert file.read_bytes() == old
     left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"kept", ".kept.tmp"}
+    assert left - {"kept"}
+    assert all(re.fullmatch(r"\.kept\.bitnest-[0-9a-f]{8}\.tmp", n) for n in left - {"kept"})
     out, err = start(file, 2, "check").communicate(timeout=60)
     assert out.split() == ["begun", "saved"], err  # what was left behind is no obstacle
     assert file.read_bytes() != old

@@ -61,6 +61,16 @@ def test_another_run_is_refused(change: dict[str, Any], words: str, tmp_path: Pa
     assert path.read_bytes() == before
 
 
+def test_what_differs_is_seen(tmp_path: Path) -> None:
+    path, alike = tmp_path / "done", "0123456789abcdef" * 6
+    Finished(path, IDENTITY | {"model": f"{alike}x"}).close()
+    with pytest.raises(UsageError) as caught:
+        Finished(path, IDENTITY | {"model": f"{alike}y"})
+    was, now = caught.value.message.split("model was ")[1].split(", now ")
+    assert was.endswith('efx"')
+    assert now.endswith('efy"')
+
+
 @pytest.mark.parametrize("content", ["hello", "hello\n", "{}\n", '{"eval": 2}\n', "[1]\n"])
 def test_something_else_is_refused_and_kept(content: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"

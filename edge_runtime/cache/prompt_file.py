@@ -77,7 +77,10 @@ def check_writable(path: Path) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         why = "it is a folder" if path.is_dir() else f"no writable folder {folder}"
-        raise UsageError(f"{path}: cannot keep a prompt's cache there: {why}")
+        raise UsageError(
+            f"{path}: cannot keep a prompt's cache there: {why}",
+            "give a file in a folder that is there and is yours",
+        )
 
 
 class PromptFile:
@@ -105,7 +108,8 @@ class PromptFile:
                     digest.update(part.reshape(-1).view(np.uint8).data)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{path}: no prompt's cache, or a damaged one ({error})", BEGIN_AGAIN
+                f"{path}: no prompt's cache, or a damaged one ({error})",
+                f"give another file, or, if it was one, {BEGIN_AGAIN}",
             ) from None
         if digest.hexdigest() != found.get("sha256"):
             raise CheckpointError(f"{path}: damaged (its checksum differs)", BEGIN_AGAIN)
@@ -122,7 +126,9 @@ class PromptFile:
 
     def _compare(self, found: dict[str, str], bound: Mapping[str, str]) -> None:
         if found.get("format") != FORMAT:
-            raise CheckpointError(f"{self.path}: a safetensors file, but no prompt's cache")
+            raise CheckpointError(
+                f"{self.path}: a safetensors file, but no prompt's cache", "give another file"
+            )
         wanted = {"version": VERSION, **bound}
         differing = [name for name, value in wanted.items() if found.get(name) != value]
         if differing:

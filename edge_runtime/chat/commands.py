@@ -9,12 +9,13 @@ import difflib
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from edge_runtime.chat import render, saved
-from edge_runtime.errors import UsageError
+from edge_runtime.errors import BitnestError, UsageError
 from edge_runtime.paths import usable
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ NAMES = (
     "save", "load", "stats", "context", "power",
 )  # fmt: skip
 THINKING = {"on": True, "off": False, "auto": None}
+HINTS = {  # for errors that bring none of their own
+    "set": "write /set NAME VALUE, as in /set temp 0.7; /set NAME default takes it back",
+    "think": "write /think on, /think off or /think auto",
+    "save": "give another name",
+    "load": "expected a file that /save wrote",
+}
 HELP = '''\
 /help, /?        this list
 /system TEXT     set the system prompt; "" for the model's own; no TEXT: show it
@@ -59,7 +66,11 @@ class Commands:
     def run(self, name: str, rest: str) -> None:
         """Run a command. Raises BitnestError when it cannot be done."""
         if name in self._known:
-            self._known[name](rest)
+            try:
+                self._known[name](rest)
+            except BitnestError as error:
+                error.hint = error.hint or HINTS.get(name, "")
+                raise
             return
         near = difflib.get_close_matches(name, NAMES + LEAVE, n=1)
         guess = f" Did you mean /{near[0]}?" if near else ""
@@ -93,7 +104,9 @@ class Commands:
         name = settings.name(word)
         if name is None:
             known = ", ".join(settings.values)
-            raise UsageError(f"/set: unknown name {word[:40]!r}", f"the names are {known}")
+            raise UsageError(
+                f"/set: unknown name {word[:40]!r}", f"write /set NAME VALUE; the names are {known}"
+            )
         if value:
             settings.set(name, value[0].strip())
         shown = settings.values[name]
@@ -130,7 +143,7 @@ class Commands:
         session, chat = self._chat.session, self._chat
         if not rest:
             raise UsageError("/save: expected a file", "write /save FILE")
-        path = usable(os.path.expanduser(rest))
+        path = _path(rest)
         said = [m for m in session.messages if m["role"] != "system"]
         document = saved.SavedChat(
             model=chat.model,
@@ -146,7 +159,7 @@ class Commands:
         session, chat = self._chat.session, self._chat
         if not rest:
             raise UsageError("/load: expected a file", "write /load FILE")
-        document = saved.load(usable(os.path.expanduser(rest)))
+        document = saved.load(_path(rest))
         unknown = [name for name in document.settings if name not in chat.settings.values]
         if unknown:
             raise UsageError(f"{rest}: a damaged saved chat: unknown setting {unknown[0][:40]!r}")
@@ -189,6 +202,13 @@ class Commands:
         if session.last is not None:
             lines.append(f"cache    {session.last.cached_tokens} of the last prompt were in it")
         self._lines(lines)
+
+
+def _path(text: str) -> Path:
+    """Return the path that a user means; terminals quote what is dragged into them."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return usable(os.path.expanduser(text))
 
 
 def _turns(count: int) -> str:

@@ -87,11 +87,11 @@ class Repl:
                 self.turn(inner)
         elif "\n" in text.strip() or not word.startswith("/"):
             self.turn(text)
-        elif word[1:] in LEAVE:
+        elif (name := word[1:].lower()) in LEAVE:
             return False
-        elif word[1:].isalpha() or word == "/?":
+        elif name.isalpha() or name == "?":
             with self._told():
-                self._commands.run(word[1:], "".join(rest).strip())
+                self._commands.run(name, "".join(rest).strip())
         else:
             self.turn(text)
         return True

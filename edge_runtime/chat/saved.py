@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from edge_runtime.atomic import PRIVATE, write_atomic
-from edge_runtime.errors import BudgetError, CheckpointError, UsageError
+from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
 from edge_runtime.paths import FULL
 
 FORMAT = "bitnest-edge chat"
@@ -60,7 +60,9 @@ def save(path: Path, chat: SavedChat) -> None:
         write_atomic(path, text, PRIVATE)
     except OSError as error:
         reason = f"{path}: cannot write there: {error.strerror or error}"
-        raise (BudgetError if error.errno in FULL else UsageError)(reason) from None
+        if error.errno in FULL:
+            raise BudgetError(reason, "free some space, or give another file") from None
+        raise UsageError(reason, "give a file in a folder that is there and is yours") from None
 
 
 def load(path: Path) -> SavedChat:
@@ -68,11 +70,12 @@ def load(path: Path) -> SavedChat:
     hint = "expected a file that /save wrote"
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path}: there is no such file", hint)
+            what = "it is a folder" if path.is_dir() else "there is no such file"
+            raise CheckpointError(f"{path}: {what}", hint)
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}", hint) from None
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_BYTES} bytes", hint)
     try:
@@ -81,10 +84,12 @@ def load(path: Path) -> SavedChat:
         raise CheckpointError(f"{path}: not a saved chat: not JSON ({error})", hint) from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise CheckpointError(f'{path}: not a saved chat: no "format": "{FORMAT}"', hint)
-    if head.get("version") != VERSION:
+    version = head.get("version")
+    if version != VERSION:
+        newer = isinstance(version, int) and version > VERSION
         raise CheckpointError(
-            f"{path}: expected version {VERSION} of a saved chat, got {head.get('version')!r}",
-            "a newer bitnest-edge wrote it",
+            f"{path}: expected version {VERSION} of a saved chat, got {cut(repr(version))}",
+            "a newer bitnest-edge wrote it" if newer else hint,
         )
     try:
         chat = msgspec.json.decode(data, type=SavedChat)

@@ -369,10 +369,12 @@ class Engine:
         parsed = Prompt(spans, self.model.spec.hidden_size, self.num_tokens)
         room = self.context - len(parsed)
         if room < 1:
+            most = self.model.spec.max_position
             raise ContextError(
                 f"the prompt has {len(parsed)} tokens, the context holds {self.context} "
                 "and at least 1 must be left for the answer",
-                f"shorten the prompt, or allocate more: --ctx up to {self.model.spec.max_position}",
+                "shorten the prompt"
+                + (f", or allocate more: --ctx up to {most}" if self.context < most else ""),
             )
         return parsed, room
 

@@ -169,7 +169,7 @@ class Session:
     def _last_turn(self) -> tuple[list[Message], str]:
         starts = _starts(self.messages)
         if not starts:
-            raise UsageError("there is no message yet")
+            raise UsageError("there is no message yet", "ask something first")
         return self.messages[: starts[-1]], self.messages[starts[-1]]["content"]
 
     def _kept(self, messages: list[Message], drop: int) -> list[Message]:

@@ -51,6 +51,35 @@ def test_a_near_miss_is_guessed(engine: Engine, type_: Say) -> None:
     assert "Did you mean /regen?" in type_(make_repl(engine), "/regne")
 
 
+def test_a_command_in_capitals_is_one(engine: Engine, type_: Say) -> None:
+    assert type_(make_repl(engine), "/HELP") == HELP + "\n"
+    repl = make_repl(engine)
+    repl._reader = Script("/Exit")
+    assert not repl._step()
+
+
+WRONG = (
+    "/undo", "/regen", "/set temp -1", "/set heat 1", "/set temp=1", "/think maybe", "/think on",
+    "/save", "/save .", "/save /nowhere/x", "/save \0", "/load", "/load .", "/load /nowhere/x",
+    "/load /dev/zero", f"/save {'n' * 300}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_every_error_is_a_line_with_a_hint(engine: Engine, type_: Say, line: str) -> None:
+    first, second, *more = type_(make_repl(engine), line).splitlines()
+    assert first.startswith("error: ")
+    assert second.startswith("hint: ")
+    assert not more
+
+
+def test_a_quoted_path(engine: Engine, type_: Say, tmp_path: Path) -> None:
+    path = tmp_path / "my chat.json"
+    assert "Saved 0 turns" in type_(make_repl(engine), f"/save '{path}'")
+    assert "Loaded 0 turns" in type_(make_repl(engine), f'/load "{path}"')
+    assert [p.name for p in tmp_path.iterdir()] == ["my chat.json"]
+
+
 def test_set(engine: Engine, type_: Say) -> None:
     repl = make_repl(engine)
     said = type_(

@@ -113,11 +113,21 @@ def test_what_is_no_saved_chat_is_refused(tmp_path: Path, data: Any, reason: str
 
 
 def test_what_is_not_there_or_cannot_be(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(CheckpointError, match="no such file"):
+    for path, said in ((tmp_path / "none", "no such file"), (tmp_path, "it is a folder")):
+        with pytest.raises(CheckpointError, match=said) as caught:
             load(path)
+        assert "/save" in caught.value.hint
     with pytest.raises(UsageError, match="cannot write there"):
         save(tmp_path / "none" / "chat.json", CHAT)
+
+
+@pytest.mark.parametrize(("version", "newer"), [(0, False), (None, False), ("2", False), (2, True)])
+def test_another_version_says_which_is_newer(tmp_path: Path, version: Any, newer: bool) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(document(version=version)))
+    with pytest.raises(CheckpointError, match="expected version 1") as caught:
+        load(path)
+    assert ("a newer bitnest-edge" in caught.value.hint) == newer
 
 
 def test_a_file_that_is_too_large_is_refused(

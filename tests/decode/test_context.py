@@ -13,8 +13,9 @@ from edge_runtime import machine
 from edge_runtime.convert.original import float_model
 from edge_runtime.convert.source import open_source
 from edge_runtime.decode import memory
+from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.memory import fit_context
-from edge_runtime.errors import BudgetError
+from edge_runtime.errors import BudgetError, ContextError
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.spec import ModelSpec
 from edge_runtime.kernels.layout import kv_plain_per_token_bytes, kv_stored_per_token_bytes
@@ -98,3 +99,18 @@ def test_a_source_that_was_read_is_not_resident(tmp_path: Path, kind: str) -> No
     assert resident_file_bytes() - before < 8 << 20
     source.close()
     kept.backend.close()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_prompt_that_is_too_long_says_what_helps(
+    checkpoints: Callable[[str], Path], full: bool
+) -> None:
+    most = Checkpoint(checkpoints("llama")).manifest.spec.max_position
+    context = most if full else 64
+    with (
+        Engine.open(checkpoints("llama"), ctx=context) as engine,
+        pytest.raises(ContextError, match=f"the context holds {context}") as caught,
+    ):
+        engine.generate([1] * context)
+    assert ("--ctx" in caught.value.hint) != full  # not where the context is the model's longest
+    assert caught.value.hint.startswith("shorten the prompt")

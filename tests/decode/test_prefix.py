@@ -216,8 +216,9 @@ def test_what_differs_is_refused(reference: Engine, tmp_path: Path, what: str) -
 def test_what_is_no_such_file(reference: Engine, tmp_path: Path, data: bytes) -> None:
     reference.model_sha256 = HASH
     (tmp_path / "kept").write_bytes(data)
-    with pytest.raises(CheckpointError, match="prompt's cache"):
+    with pytest.raises(CheckpointError, match="prompt's cache") as refused:
         prefix.load(reference, tmp_path / "kept")
+    assert refused.value.hint.startswith("give another file")  # it may be a user's thesis
     with pytest.raises(CheckpointError, match="got none"):
         prefix.load(reference, tmp_path)
 
@@ -232,8 +233,9 @@ def test_longer_than_the_context(engines: Engines, tmp_path: Path) -> None:
 
 def test_what_cannot_be_kept(reference: Engine, tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "none" / "kept"):
-        with pytest.raises(UsageError, match="cannot keep"):
+        with pytest.raises(UsageError, match="cannot keep") as refused:
             prefix.save(reference, bad, BEGINNING)
+        assert refused.value.hint
     reference.model_sha256 = ""
     with pytest.raises(UsageError, match="converted model"):
         prefix.save(reference, tmp_path / "kept", BEGINNING)

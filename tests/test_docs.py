@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -74,3 +76,26 @@ def test_every_option_has_help(name: str) -> None:
         if isinstance(param, click.Option) and not param.help
     ]
     assert not bare
+
+
+def test_a_new_environment_is_activated(readme: str) -> None:
+    """Programs are called by their bare names, so every block that makes one goes into it."""
+    assert set(re.findall(r"\.venv/bin/(\w+)", readme)) == {"activate"}
+    for line in re.findall(r".*-m venv .*", readme):
+        assert "-m venv .venv && . .venv/bin/activate &&" in line
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_python_examples_run(
+    readme: str, number: int, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    mine = [text for text in examples if "edge_runtime" in text]
+    assert len(mine) == 2
+    (tmp_path / "smollm2-nest").symlink_to(tiny_checkpoint)
+    done = subprocess.run(
+        [sys.executable, "-c", mine[number]], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") >= 2

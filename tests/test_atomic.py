@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import killed
 import pytest
 
 from edge_runtime.atomic import PRIVATE, whole_file, write_atomic
@@ -117,3 +118,14 @@ def test_two_at_once(tmp_path: Path) -> None:
         other.write(b"after")
     assert file.read_bytes() == b"after"
     assert names(tmp_path) == ["f"]
+
+
+def test_killed_anywhere_one_of_both_is_there_whole(tmp_path: Path) -> None:
+    file, old, new = tmp_path / "f", b"old" * 40_000, b"newer" * 40_000
+    seen = set()
+    for _ in killed.at_every_step(lambda: write_atomic(file, new)):
+        seen.add(found := file.read_bytes() if file.exists() else b"")
+        assert found in (b"", old, new)
+        write_atomic(file, old)
+        assert names(tmp_path) == ["f"]
+    assert seen == {b"", old, new}

@@ -6,6 +6,9 @@ import inspect
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,32 @@ def test_exit_codes(call, tiny_source, tmp_path, args, code, reason) -> None:
     found, out, err = call("convert", tiny_source, "-o", tmp_path / "out", *args)
     assert (found, out) == (code, "")
     assert reason in err
+
+
+@pytest.mark.slow
+def test_kill_9_and_on_again(call, tiny_source, tmp_path, calibration) -> None:
+    """A killed process leaves whole shards and no checkpoint; the next one goes on from them."""
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    program = [sys.executable, "-c", "from edge_runtime.cli import main; main()", "convert"]
+    for count in (1, 2):
+        with subprocess.Popen(
+            [*program, *map(str, (tiny_source, "-o", out, *calibration))], stderr=subprocess.DEVNULL
+        ) as process:
+            deadline = time.monotonic() + 60
+            while len(list(partial.glob("resume/*.json"))) < count:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        assert not out.exists()
+    done = [f"{report.stem}.safetensors" for report in partial.glob("resume/*.json")]
+    kept = {name: (partial / name).stat().st_ino for name in done}
+    assert len(kept) >= 2
+    assert call("convert", tiny_source, "-o", out, *calibration)[0] == 0
+    assert {name: (out / name).stat().st_ino for name in kept} == kept
+    assert call("convert", tiny_source, "-o", tmp_path / "whole", *calibration)[0] == 0
+    assert hashes(out) == hashes(tmp_path / "whole")
 
 
 def test_a_gpu_that_is_not_there_is_4(call, tiny_source, tmp_path, monkeypatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import killed
 import msgspec
 import numpy as np
 import pytest
@@ -123,6 +125,19 @@ def test_stopped_anywhere_it_ends_the_same(tmp_path: Path) -> None:
     make(out)
     assert digests(out) == digests(tmp_path / "whole")
     assert not (tmp_path / "resumed.partial").exists()
+
+
+@pytest.mark.slow
+def test_killed_anywhere_it_ends_the_same(tmp_path: Path) -> None:
+    make(tmp_path / "whole")
+    want, out = digests(tmp_path / "whole"), tmp_path / "out"
+    for step in killed.at_every_step(lambda: make(out)):
+        if not out.exists():  # or it was killed while it cleared up after the rename
+            make(out)
+        shutil.rmtree(out / "resume", ignore_errors=True)
+        assert digests(out) == want, step
+        assert not (tmp_path / "out.partial").exists()
+        shutil.rmtree(out)
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import killed
 import numpy as np
 import pytest
 import tiny_checkpoints
@@ -346,3 +347,31 @@ def test_damaged_shard_of_a_stopped_conversion(tmp_path: Path) -> None:
 
 def test_digest() -> None:
     assert digest("abc").startswith("ba7816bf")
+
+
+def test_killed_anywhere_it_is_absent_or_whole(folder: Path, tmp_path: Path) -> None:
+    """And continued it is the same as if it had never been killed."""
+    manifest = Checkpoint(folder).manifest
+    tokenizer = (folder / TOKENIZER).read_text()
+    data = {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
+
+    def convert(out: Path) -> None:
+        writer = CheckpointWriter(out, "one")
+        for name, planes in data.items():
+            if not writer.has(name):
+                writer.shard(name, planes, {"name": name})
+        writer.finish(manifest, tokenizer, {"report": 1})
+
+    def files(path: Path) -> dict[str, bytes]:
+        return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+    convert(tmp_path / "whole")
+    want = files(tmp_path / "whole")
+    for step in killed.at_every_step(lambda: convert(tmp_path / "out")):
+        out = tmp_path / "out"
+        if not out.exists():  # or it was killed while it cleared up after the rename
+            convert(out)
+        found = files(out)
+        assert {n: v for n, v in found.items() if not n.startswith("resume")} == want, step
+        Checkpoint(out).verify()
+        shutil.rmtree(out)

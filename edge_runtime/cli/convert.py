@@ -105,6 +105,14 @@ def parse_bound(text: str) -> float | None:
     "target's quality, none the draft's.",
 )
 @click.option(
+    "--balance",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    metavar="F",
+    help="How far the inputs of a feed-forward's second matrix are evened out; 0: not at all.",
+)
+@click.option(
     "--calib",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -147,6 +155,7 @@ def command(
     base: Any,
     refine: Any,
     bound: float | None,
+    balance: float,
     calib: Path | None,
     calib_tokens: int,
     seed: int,
@@ -175,6 +184,7 @@ def command(
         base=base,
         refine=refine,
         bound=bound,
+        balance=balance,
         calibration=calib,
         calibration_tokens=calib_tokens,
         seed=seed,

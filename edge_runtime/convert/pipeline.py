@@ -28,6 +28,7 @@ from edge_runtime.convert import device as devices
 from edge_runtime.convert import layer as layers
 from edge_runtime.convert import resources
 from edge_runtime.convert.agreement import HeldOut
+from edge_runtime.convert.balance import BALANCE, balanced
 from edge_runtime.convert.calibrate import (
     BUNDLED,
     WINDOW,
@@ -66,6 +67,7 @@ class ConvertOptions:
     base: Literal["gptq", "rtn"] = "gptq"
     refine: Literal["gptq", "closed"] = "gptq"
     bound: float | None = 0.25
+    balance: float = BALANCE
     calibration: Path | None = None
     calibration_tokens: int = 72 * WINDOW
     r3: bool | None = None
@@ -277,18 +279,20 @@ class Conversion:
             states,
             None if done else hessians.observe,
         )
-        weights, biases = layers.matrices(fused, local)
         nested: dict[str, Nested] = {}
         if done:
             planes = self.writer.read_shard(shard)
-            for name in weights:
+            for name in layers.matrices(fused, local)[0]:
                 full = p + name.removeprefix(local)
                 nested[name] = Nested.from_planes(planes, full, self.recipe.group_size, self.device)
         else:
             rows = []
+            down = local + "down"
+            even, H_down = balanced(fused, hessians.take(down), self.options.balance)
+            weights, biases = layers.matrices(even, local)
             for name, W in weights.items():
                 full = p + name.removeprefix(local)
-                H = hessians.take(name)
+                H = H_down if name == down else hessians.take(name)
                 nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full)
                 rows.append(row)
             norms = {n: w.cpu().numpy() for n, w in layers.head_norms(fused, p).items()}
@@ -347,6 +351,7 @@ class Conversion:
                 base=o.base,
                 refine=o.refine,
                 bound=o.bound,
+                balance=o.balance,
                 seed=o.seed,
                 calibration=self._calibration_name,
                 calibration_tokens=o.calibration_tokens,

@@ -63,7 +63,7 @@ def device_bytes(spec: ModelSpec, calibration_tokens: int) -> int:
     rotation = spec.hidden_size**2 * 8 * 2
     fuse = sizes.layer * 8 + sizes.largest * 8 + rotation  # source and fused, and what is joined
     solve = _solving_bytes(sizes.inputs, sizes.largest)
-    nest = sizes.layer * 6 + sizes.hessians + max(solve, sizes.largest * 8)
+    nest = sizes.layer * 10 + sizes.hessians + max(solve, sizes.largest * 8)
     views = sizes.layer * 10 + sizes.largest * 20 + sizes.window  # fused, codes, a view that runs
     table = sizes.head * 12 + rotation + _solving_bytes(spec.hidden_size, sizes.head)
     return int(1.1 * (SCRATCH_BYTES + sizes.states + max(fuse, nest, views, table)))

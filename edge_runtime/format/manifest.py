@@ -52,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     base: Literal["gptq", "rtn"]
     refine: Literal["gptq", "closed"]
     bound: float | None
+    balance: float = 0.0
     seed: int
     calibration: str
     calibration_tokens: int

@@ -276,13 +276,14 @@ def test_the_defaults_are_the_pipelines() -> None:
     options = {p.name: p.default for p in convert.command.params}
     assert options["calib_tokens"] == ConvertOptions().calibration_tokens
     assert float(options["bound"]) == ConvertOptions().bound
+    assert options["balance"] == ConvertOptions().balance
     assert options["base"] == ConvertOptions().base
     assert options["refine"] == ConvertOptions().refine
     assert options["rotate"] == ConvertOptions().rotate
     assert options["seed"] == ConvertOptions().seed
     assert set(inspect.signature(ConvertOptions).parameters) == {
-        "group_size", "rotate", "base", "refine", "bound", "calibration", "calibration_tokens",
-        "r3", "seed",
+        "group_size", "rotate", "base", "refine", "bound", "balance", "calibration",
+        "calibration_tokens", "r3", "seed",
     }  # fmt: skip
 
 

@@ -198,8 +198,8 @@ def leave_a_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"seed": 1}, {"base": "rtn"}, {"refine": "closed"}, {"bound": 0.5}, {"group_size": 32},
-     {"rotate": "none"}, {"calibration_tokens": 1024}, {"r3": False}],
+    [{"seed": 1}, {"base": "rtn"}, {"refine": "closed"}, {"bound": 0.5}, {"balance": 0.7},
+     {"group_size": 32}, {"rotate": "none"}, {"calibration_tokens": 1024}, {"r3": False}],
 )  # fmt: skip
 def test_other_options_do_not_continue_it(tmp_path: Path, other: dict[str, Any]) -> None:
     leave_a_shard(tmp_path)

@@ -84,6 +84,7 @@ class Protocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
 
+    # uvicorn's own protocol takes a Transport where asyncio's says BaseTransport
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the head of a request."""
         super().connection_made(transport)

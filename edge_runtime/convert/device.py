@@ -19,6 +19,7 @@ from edge_runtime.kernels.cuda.memory import SIGNS
 
 NAMES = ("auto", "cpu", "cuda")
 CPU = torch.device("cpu")
+SLACK = 1.5  # of what is planned, for pieces that do not fit each other
 
 
 def choose(name: str, spec: ModelSpec, calibration_tokens: int) -> tuple[torch.device, str]:
@@ -70,10 +71,14 @@ def room(device: torch.device) -> resources.Room:
 
 @contextlib.contextmanager
 def computing_on(device: torch.device, spec: ModelSpec, calibration_tokens: int) -> Iterator[None]:
-    """Compute without TF32, start the device's peak anew, and tell running out of it in words."""
+    """Compute without TF32, hold torch to what was planned and some more, start the device's peak
+    anew, and tell running out of it in words."""
     if device.type != "cuda":
         yield
         return
+    need = resources.device_bytes(spec, calibration_tokens)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(most_bytes(need, spec, room(device)) / total, device)
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -81,7 +86,6 @@ def computing_on(device: torch.device, spec: ModelSpec, calibration_tokens: int)
     except RuntimeError as error:  # torch's OutOfMemoryError is one
         if not any(sign in str(error) for sign in SIGNS):
             raise
-        need = resources.device_bytes(spec, calibration_tokens)
         raise BudgetError(
             f"GPU memory: conversion was planned with {need / 2**30:.1f} GiB and found no more: "
             + str(error).splitlines()[0],
@@ -89,7 +93,18 @@ def computing_on(device: torch.device, spec: ModelSpec, calibration_tokens: int)
         ) from error
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
         release(device)
+
+
+def most_bytes(need_bytes: int, spec: ModelSpec, there: resources.Room) -> int:
+    """Return what torch may hold of a device: some more than is planned, but not more than is free,
+    on a shared pool beside what the host needs. As long as the device has more, torch keeps freed
+    pieces beside new ones, up to three times the plan; at a limit it gives them back first."""
+    most = int(SLACK * need_bytes)
+    if there.shared and there.host_bytes is not None:
+        return max(need_bytes, min(most, there.host_bytes - resources.host_bytes(spec)))
+    return max(need_bytes, min(most, there.device_bytes or most))
 
 
 def release(device: torch.device) -> None:

@@ -191,6 +191,15 @@ def test_memory_of_a_device_is_checked_before_it_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_torch_is_held_to_the_plan_and_to_what_is_free(tiny_source: Path) -> None:
+    spec, need = open_source(tiny_source).spec, 4 * GiB
+    host = resources.host_bytes(spec)
+    assert devices.most_bytes(need, spec, resources.Room(GiB, 80 * GiB)) == 6 * GiB
+    assert devices.most_bytes(need, spec, resources.Room(GiB, 5 * GiB)) == 5 * GiB
+    assert devices.most_bytes(need, spec, resources.Room(5 * GiB + host, shared=True)) == 5 * GiB
+    assert devices.most_bytes(need, spec, resources.Room(None, shared=True)) == 6 * GiB
+
+
 def test_a_jetsons_memory_is_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(devices.machine, "available_bytes", lambda: 5 * GiB)

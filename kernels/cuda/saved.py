@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_runtime import __version__
+from edge_runtime.atomic import write_atomic
 from edge_runtime.errors import BackendUnavailable, cut
 from edge_runtime.kernels.cuda import driver, launch
 from edge_runtime.kernels.cuda.compile import Compiled
@@ -56,16 +57,18 @@ def write(
 ) -> dict[str, Any]:
     """Write a folder, in place of one that is there, and return its index. facts: what is to be
     known of its making, with arch, fewest_columns and triton. What is the same code under two
-    signatures is written once; the index comes last."""
+    signatures is written once, under a name that tells it; the index comes after all of it, and
+    what only an older index knew goes last, so that a folder is the old one or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (folder / INDEX, *folder.glob("*.ptx.gz"), *folder.glob("*.cubin.gz")):
-        old.unlink(missing_ok=True)
     code: dict[str, dict[str, Any]] = {}
     stems: dict[Compiled, str] = {}
     launches = []
     for signature, compiled in built.items():
         if compiled not in stems:
-            stem = stems[compiled] = f"{compiled.name}-{len(stems):03}"
+            told = [getattr(compiled, name) for name in FACTS]
+            text = repr((told, compiled.ptx, compiled.cubin))
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            stem = stems[compiled] = f"{compiled.name}-{digest}"
             code[stem] = _write_code(compiled, folder, stem)
         launches.append({"code": stems[compiled], **signature._asdict()})
     index = {
@@ -76,8 +79,11 @@ def write(
         "code": code,
         "launches": launches,
     }
-    text = json.dumps(index, indent=1) + "\n"
-    (folder / INDEX).write_text(text, encoding="utf-8")
+    write_atomic(folder / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+    known = {name for facts in code.values() for name in facts["files"]}
+    for old in (*folder.glob("*.ptx.gz"), *folder.glob("*.cubin.gz")):
+        if old.name not in known:
+            old.unlink(missing_ok=True)
     return index
 
 
@@ -87,7 +93,7 @@ def _write_code(compiled: Compiled, folder: Path, stem: str) -> dict[str, Any]:
         f"{stem}.cubin.gz": gzip.compress(compiled.cubin, mtime=0),
     }
     for name, data in files.items():
-        (folder / name).write_bytes(data)
+        write_atomic(folder / name, data)
     sums = {
         name: {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in files.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import killed
 import pytest
 import torch
 
@@ -54,6 +55,26 @@ def test_a_folder_holds_what_was_written(small: Path) -> None:
         assert read.compiled(stem) == code
     assert len(set(read.launches.values())) == 4  # g and h are one code
     assert read.index["arch"] == 87
+
+
+def test_killed_anywhere_a_folder_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    other = {sign("m.f", "*i8:16"): compiled_like("f"), sign("m.k"): compiled_like("k", "new")}
+    found = []
+    saved.write(KNOWN, folder, FACTS)
+    for _ in killed.at_every_step(lambda: saved.write(other, folder, FACTS)):
+        read = saved.Folder.read(folder)
+        found.append(set(read.launches) == set(other))
+        for signature, code in (other if found[-1] else KNOWN).items():
+            stem = read.find(signature)
+            assert stem is not None
+            assert read.compiled(stem) == code
+        saved.write(KNOWN, folder, FACTS)
+    assert found == sorted(found)
+    assert found[0] is False
+    assert found[-1] is True
+    saved.write(other, folder, FACTS)
+    assert len(list(folder.iterdir())) == 1 + 2 * len(other)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.options import Parsed, json_option, print_document, user_path
+from edge_runtime.cli.options import Finite, Parsed, json_option, print_document, user_path
 from edge_runtime.errors import (
     BackendUnavailable,
     BitnestError,
@@ -106,7 +106,7 @@ def parse_bound(text: str) -> float | None:
 )
 @click.option(
     "--balance",
-    type=click.FloatRange(0, 1),
+    type=Finite(0, 1),
     default=0.5,
     show_default=True,
     metavar="F",

@@ -16,7 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_runtime import Engine, Sampling
-from edge_runtime.serve import wire
+from edge_runtime.errors import ContextError
+from edge_runtime.serve import replies, wire
 
 from .conftest import MODEL, Running
 
@@ -151,8 +152,10 @@ def test_log_probabilities_end_with_the_text(running: Running, engine: Engine, c
 def test_hints_are_for_clients(running: Running) -> None:
     long = [{"role": "user", "content": "word " * 400}]
     error = raw(running, "/v1/chat/completions", GREEDY | {"messages": long}).json()["error"]
-    assert error["message"].endswith("(shorten the messages or the prompt)")
-    assert "--" not in error["message"]
+    assert error["message"].endswith("(shorten the prompt)")  # no context is larger than this one
+    flags = ContextError("too long", "shorten the prompt, or allocate more: --ctx up to 512")
+    _, body = replies.of_error(flags)
+    assert body["error"]["message"] == "too long (shorten the messages or the prompt)"
 
 
 SCHEMA = {

@@ -66,7 +66,7 @@ def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
 
 
 def error_types(base: type[errors.BitnestError]) -> list[type[errors.BitnestError]]:
-    """Those of `errors`: others, made with other arguments, are there if another test needs them."""
+    """Those of `errors`; others, of other arguments, are there if another test needs them."""
     own = [sub for sub in base.__subclasses__() if sub.__module__ == base.__module__]
     return [base, *(kind for sub in own for kind in error_types(sub))]
 

@@ -7,7 +7,6 @@ same program, rows and bucket of lengths. A launch waits for nothing and allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +83,19 @@ class Pass:
     registers: dict[str, Any] = field(default_factory=dict)  # Tensor or Activation by name
 
 
+# names: bound methods in an object would keep its tensors, past `close`, until a collection
+_METHODS = {
+    ops.Embed: "_embed",
+    ops.NormQuantise: "_norm_quantise",
+    ops.Quantise: "_quantise",
+    ops.Linear: "_linear",
+    ops.RopeKv: "_rope_kv",
+    ops.Attention: "_attention",
+    ops.SiluMulQuantise: "_silu_mul_quantise",
+    ops.SelectRows: "_select_rows",
+}
+
+
 class Passes:
     """Launches programs over the weights of one model."""
 
@@ -93,16 +105,6 @@ class Passes:
         self.geometry, self.weights = geometry, weights
         self._group_size, self._device = group_size, device
         self.registers = self.new_registers()
-        self._launch: dict[type, Callable[[Any, Pass], None]] = {
-            ops.Embed: self._embed,
-            ops.NormQuantise: self._norm_quantise,
-            ops.Quantise: self._quantise,
-            ops.Linear: self._linear,
-            ops.RopeKv: self._rope_kv,
-            ops.Attention: self._attention,
-            ops.SiluMulQuantise: self._silu_mul_quantise,
-            ops.SelectRows: self._select_rows,
-        }
 
     def relieve(self) -> None:
         """Drop the registers: programs are to be added to the new ones."""
@@ -128,7 +130,7 @@ class Passes:
             head.argmax(values, self.geometry.num_tokens, out=choice)
 
     def _launch_op(self, op: ops.Op, following: ops.Op | None, one: Pass) -> None:
-        self._launch[type(op)](op, one)
+        getattr(self, _METHODS[type(op)])(op, one)
 
     def put_rows(self, op: ops.Op, one: Pass) -> None:
         """Copy embedding rows from the host to where the first op would put them."""

@@ -42,16 +42,6 @@ class FloatBackend:
     def __init__(self, weights: FloatWeights, geometry: ops.Geometry) -> None:
         self.weights = weights
         self.geometry = geometry
-        self._run: dict[type, Callable[[Any, dict[str, Any], ops.Batch, PlainCache], Tensor]] = {
-            ops.Embed: self._embed,
-            ops.NormQuantise: lambda op, reg, _b, _c: numeric.rms_norm(reg[op.x], op.eps),
-            ops.Quantise: lambda op, reg, _b, _c: reg[op.x],
-            ops.Linear: self._linear,
-            ops.RopeKv: self._rope_kv,
-            ops.Attention: self._attention,
-            ops.SiluMulQuantise: self._silu_mul,
-            ops.SelectRows: lambda op, reg, batch, _c: reg[op.x][-batch.num_logits :],
-        }
 
     @property
     def weights_bytes(self) -> int:
@@ -76,7 +66,7 @@ class FloatBackend:
     ) -> dict[str, Any]:
         """Run ops over given registers and return them."""
         for op in program:
-            registers[op.out] = self._run[type(op)](op, registers, batch, cache)
+            registers[op.out] = _RUN[type(op)](self, op, registers, batch, cache)
         return registers
 
     def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
@@ -135,3 +125,16 @@ class FloatBackend:
     ) -> Tensor:
         gate, up = reg[op.gate_up].chunk(2, -1)
         return numeric.silu_mul(gate, up)
+
+
+# beside the class, as in ops.py
+_RUN: dict[type, Callable[[FloatBackend, Any, dict[str, Any], ops.Batch, PlainCache], Tensor]] = {
+    ops.Embed: FloatBackend._embed,
+    ops.NormQuantise: lambda _s, op, reg, _b, _c: numeric.rms_norm(reg[op.x], op.eps),
+    ops.Quantise: lambda _s, op, reg, _b, _c: reg[op.x],
+    ops.Linear: FloatBackend._linear,
+    ops.RopeKv: FloatBackend._rope_kv,
+    ops.Attention: FloatBackend._attention,
+    ops.SiluMulQuantise: FloatBackend._silu_mul,
+    ops.SelectRows: lambda _s, op, reg, batch, _c: reg[op.x][-batch.num_logits :],
+}

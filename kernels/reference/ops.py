@@ -97,16 +97,6 @@ class ReferenceBackend:
         self._cos, self._sin = brought(weights.cos), brought(weights.sin)
         self._head_norms = {n: brought(w) for n, w in weights.head_norms.items()}
         self._softmax_scale = float(np.float32(1.0) / np.sqrt(np.float32(geometry.head_dim)))
-        self._run: dict[type, Callable[[Any, dict[str, Any], ops.Batch, NestedCache], None]] = {
-            ops.Embed: self._embed,
-            ops.NormQuantise: self._norm_quantise,
-            ops.Quantise: self._quantise,
-            ops.Linear: self._linear,
-            ops.RopeKv: self._rope_kv,
-            ops.Attention: self._attention,
-            ops.SiluMulQuantise: self._silu_mul_quantise,
-            ops.SelectRows: self._select_rows,
-        }
 
     @property
     def weights_bytes(self) -> int:
@@ -134,7 +124,7 @@ class ReferenceBackend:
     ) -> dict[str, Any]:
         """Run ops over given registers and return them (conversion runs single layers this way)."""
         for op in program:
-            self._run[type(op)](op, registers, batch, cache)
+            _RUN[type(op)](self, op, registers, batch, cache)
         return registers
 
     def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
@@ -254,6 +244,21 @@ class ReferenceBackend:
     ) -> None:
         x = reg[op.x]
         reg[op.out] = x[x.shape[0] - batch.num_logits :]
+
+
+# beside the class: methods bound to an object that holds them keep its tensors until a collection
+_RUN: dict[
+    type, Callable[[ReferenceBackend, Any, dict[str, Any], ops.Batch, NestedCache], None]
+] = {
+    ops.Embed: ReferenceBackend._embed,
+    ops.NormQuantise: ReferenceBackend._norm_quantise,
+    ops.Quantise: ReferenceBackend._quantise,
+    ops.Linear: ReferenceBackend._linear,
+    ops.RopeKv: ReferenceBackend._rope_kv,
+    ops.Attention: ReferenceBackend._attention,
+    ops.SiluMulQuantise: ReferenceBackend._silu_mul_quantise,
+    ops.SelectRows: ReferenceBackend._select_rows,
+}
 
 
 def attend(

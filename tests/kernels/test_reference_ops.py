@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import half_models
 import numpy as np
 import pytest
 import torch
+from random_weights import random_spec
+from random_weights import random_weights as random_model
 
 from edge_runtime.errors import NumericError
 from edge_runtime.kernels import ops, pack
@@ -14,6 +19,8 @@ from edge_runtime.kernels.reference import numeric
 from edge_runtime.kernels.reference.cache import NestedCache
 from edge_runtime.kernels.reference.linear import WIDE_ROWS, ExactLinear
 from edge_runtime.kernels.reference.ops import ReferenceBackend, TorchLogits
+from edge_runtime.model.runner import Model
+from edge_runtime.model.transformer import geometry
 
 F = np.float32
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -251,3 +258,23 @@ def test_cache_of_every_code_and_the_round_trip() -> None:
         assert part.tobytes() == planes[name].tobytes()
     cache.base.zero_()
     assert planes["base"].any()  # planes are copies
+
+
+@pytest.mark.parametrize("kind", ["quantised", "float"])
+def test_dropping_a_backend_frees_its_tensors_at_once(kind: str) -> None:
+    """A conversion makes one per layer and view; a collection may come long after memory is out."""
+    spec = random_spec(num_layers=1)
+    backend: Any
+    if kind == "quantised":
+        backend = ReferenceBackend(random_model(spec, 32, 64), geometry(spec, 317))
+    else:
+        backend = half_models.reference(spec)
+    Model(spec, backend).forward("w8", [1, 2], 0, backend.new_cache(64))
+    ref = weakref.ref(backend)
+    gc.collect()
+    gc.disable()
+    try:
+        del backend
+        assert ref() is None
+    finally:
+        gc.enable()

@@ -293,6 +293,21 @@ def test_what_is_given_back_is_gone(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_closing_gives_the_memory_back_at_once(device: str) -> None:
+    backend = cuda("D16-R3-biases", device)
+    kv = backend.new_cache(CONTEXT)
+    Model(MODELS["D16-R3-biases"][0], backend).forward("w8", [1, 2], 0, kv)
+    kept = [weakref.ref(backend.passes), weakref.ref(backend.passes.registers)]
+    gc.collect()
+    gc.disable()  # a collection may come long after a GPU has run out of memory
+    try:
+        backend.close()
+        assert all(ref() is None for ref in kept)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_logits_that_someone_holds_outlive_a_cycle(device: str) -> None:
     backend = cuda("D16-R3-biases", device)
     model, kv = Model(MODELS["D16-R3-biases"][0], backend), backend.new_cache(64)

@@ -82,7 +82,7 @@ def half_up(x: np.float32) -> np.float16:
 
 def kv_nest(x: F32) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], np.float16]:
     """(q4, qr, scale) of a vector."""
-    scale = half_up(np.abs(x).max() / F(7))
+    scale = half_up(np.abs(x).max() / F(7.4375))
     s = F(scale)
     if s == 0:
         zero = np.zeros(len(x), dtype=np.int64)

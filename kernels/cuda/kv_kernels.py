@@ -16,6 +16,7 @@ from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_fo
 
 BLOCK = tl.constexpr(64)
 HALF_MAX = tl.constexpr(65504.0)
+KV_STEPS = tl.constexpr(7.4375)
 HALF_NAN = tl.constexpr(0x7E00)
 
 
@@ -132,7 +133,7 @@ def rope_kv(
         tl.store(out + HALF, high, mask=inside)
     else:
         bits = tl.max(tl.maximum(floats.magnitude_bits(low), floats.magnitude_bits(high)), 0)
-        scale = _half_up(tl.div_rn(bits.to(tl.float32, bitcast=True), 7.0))
+        scale = _half_up(tl.div_rn(bits.to(tl.float32, bitcast=True), KV_STEPS))
         wide = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         safe = tl.where(wide > 0, wide, 1.0) + tl.zeros_like(low)
         q_low, r_low = _nibbles(low, safe)

@@ -14,6 +14,7 @@ from edge_runtime.kernels.layout import LANES, padded
 
 EXP_CUTOFF = -87.0  # exp below it is 0: the smallest result stays a normal number
 HALF_MAX = 65504.0  # the largest fp16: a vector that needs a larger scale saturates
+KV_STEPS = 7 + 7 / 16  # of a scale: what base and refinement reach together
 TINY = 2.0**-100  # a vector whose peak lies below it counts as zero: 1 / peak stays finite
 LOG2E = 1.4426950408889634
 LN2_HI = 0.693359375  # nine bits: n · LN2_HI is exact
@@ -107,7 +108,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 def kv_nest(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Nest vectors along the last axis: (q4, q_r, fp16 scale). Source: BitNest A.2."""
-    s = _half_up(x.abs().amax(-1) / 7.0)
+    s = _half_up(x.abs().amax(-1) / KV_STEPS)
     wide = s.float()[..., None]
     safe = torch.where(wide > 0, wide, torch.ones_like(wide))
     q4 = torch.round(x / safe).clamp(-8, 7)

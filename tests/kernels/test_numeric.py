@@ -217,7 +217,7 @@ def test_kv_nest_any_finite_vector(x: twin.F32) -> None:
 def test_kv_nest_scale_is_the_smallest_half_that_covers() -> None:
     x = torch.from_numpy(np.exp2(np.linspace(-30, 15, 3001)).astype(F))[:, None]
     _, _, scale = numeric.kv_nest(x)
-    peak = (x[:, 0] / 7.0).numpy()
+    peak = (x[:, 0] / 7.4375).numpy()
     half = scale.numpy()
     assert (half.astype(F) >= peak).all()
     assert (np.nextafter(half, np.float16(0)).astype(F) < peak).all()
@@ -228,11 +228,12 @@ def test_kv_nest_reconstructs_and_repeats() -> None:
     q4, qr, scale = numeric.kv_nest(x)
     wide = scale.float()[:, None]
     back = (16 * q4 + qr) * (wide / 16)
-    # half a step of s/16, one and a half where q_r = +8 is clipped to 7
+    # half a step of s/16, a whole one where q_r = +8 is clipped to 7; half a step of s of the base
     assert ((back - x).abs() <= wide / 16 * 1.001).all()
+    assert ((q4 * wide - x).abs() <= wide / 2 * 1.001).all()
     assert twin.rms_ratio(back, x) < 0.02
-    base = numeric.kv_nest(q4 * wide)
-    assert torch.equal(base[0], q4)
-    assert torch.equal(base[1], torch.zeros_like(qr))
+    again = numeric.kv_nest(torch.cat([q4, torch.full_like(q4[:, :1], 7.4375)], 1) * wide)
+    assert torch.equal(again[0][:, :-1], q4)
+    assert torch.equal(again[1][:, :-1], torch.zeros_like(qr))
     zero = numeric.kv_nest(torch.zeros(2, 8))
     assert all(bool((part == 0).all()) for part in zero)

@@ -13,7 +13,7 @@ struct Nested {
 };
 
 void nest(const float* x, int D, Nested& out) {
-  out.scale = half_up(peak_of(x, D) / 7.0f);
+  out.scale = half_up(peak_of(x, D) / 7.4375f);
   const float wide = half_to_float(out.scale);
   const float safe = wide > 0 ? wide : 1.0f;
   const float step = safe / 16.0f;

@@ -78,7 +78,7 @@ float half_value(uint16_t half) {
 Nested nest(const Floats& x) {
   float peak = 0;
   for (float v : x) peak = std::fmax(peak, std::fabs(v));
-  peak = peak / 7.0f;
+  peak = peak / 7.4375f;
   int low = 0, high = 0x7bff;  // the first half that is not below the peak
   while (low < high) {
     const int middle = (low + high) / 2;

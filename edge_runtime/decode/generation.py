@@ -379,4 +379,7 @@ class Generation:
         r.memory = engine.memory()
         if self._forced:
             engine.reuse([])  # no text that another one may go on from
+        # a source holds methods of this object: neither would be freed before a collection, which
+        # does not see what a constraint's library holds
+        self._source = self._constraint = self._device = None
         engine.ended(self)

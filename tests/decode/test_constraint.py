@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +48,28 @@ def test_a_rule_that_follows_the_answer(
         found.append(result.token_ids)
         assert all(a == result.token_ids[: len(a)] or gamma for a in rule.seen)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("end", ["whole", "closed", "never run"])
+def test_what_an_answer_held_is_freed_at_its_end(engines: Callable[..., Engine], end: str) -> None:
+    """A grammar's library may hold 70 MB for one answer, which Python's collector does not see."""
+    engine = engines("llama", gamma=3)
+    rule = Alternating(engine.num_tokens)
+    generation = engine.generate(PROMPT, max_new_tokens=5, constraint=rule)
+    kept = [weakref.ref(generation), weakref.ref(rule)]
+    if end == "whole":
+        generation.complete()
+    else:
+        if end == "closed":
+            next(generation)
+        generation.close()
+    gc.collect()
+    gc.disable()
+    try:
+        del generation, rule
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])

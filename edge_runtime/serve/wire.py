@@ -50,7 +50,8 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of a conversation, as the model's template gets it."""
+    """One message of a conversation, as the model's template gets it; an answer may come back with
+    whatever OpenAI's client writes beside its content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -58,6 +59,18 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    parsed: Raw = NOT_READ  # the content once more, as its reader understood it
+    # taken where they hold nothing
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no template is given."""
+        for name in ("refusal", "annotations", "audio", "function_call"):
+            if getattr(self, name) not in (None, "", [], {}):
+                raise ValueError(f"`{name}` of a message is not supported beyond null")
 
     def for_template(self) -> dict[str, Any]:
         """Return plain data; parts of text are joined."""
@@ -66,7 +79,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             text = "".join(part.text for part in text)
         found = {"role": self.role, "content": text or ""}
         for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) not in (None, []):
                 found[name] = value
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -95,19 +96,20 @@ class Server:
         schema: dict[str, Any] | None, *, chat: bool,
     ) -> Response:  # fmt: skip
         rules = None if schema is None else await self.grammars.tried(schema)
-        limit_s = self.settings.request_s
+        limit_s = min(asked.deadline_s or math.inf, self.settings.request_s)
         options |= {
             "max_new_tokens": asked.limit,
             "sampling": asked.sampling(),
             "stop": asked.stops,
             "ignore_eos": bool(asked.ignore_eos),
             "logprobs": asked.num_top,
-            "deadline_s": min(asked.deadline_s or limit_s, limit_s),
         }
 
         def make(engine: Engine) -> Generation:
+            end = time.monotonic() + limit_s  # a grammar takes its part of it
             constraint = None if rules is None else self.grammars.of_schema(rules)
-            return engine.generate(prompt, constraint=constraint, **options)
+            left = max(0.0, end - time.monotonic())
+            return engine.generate(prompt, constraint=constraint, deadline_s=left, **options)
 
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 

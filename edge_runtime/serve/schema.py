@@ -118,4 +118,5 @@ def mask(found: Any) -> bytes:
 
 
 def _short(reason: object) -> str:
-    return cut(" ".join(str(reason).split()), MAX_REASON_CHARS)
+    """Without the matcher's state, which llguidance adds."""
+    return cut(" ".join(str(reason).partition("<state>")[0].split()), MAX_REASON_CHARS)

@@ -3,7 +3,11 @@
 A schema of a few hundred characters can keep llguidance busy for minutes and take gigabytes, in a
 call that nothing interrupts. So each new one is first made in a process of its own, its first mask
 too, under limits of CPU time, memory and wall time. A helper process holds the vocabulary, and
-forks: the server itself, with its threads, never does. What was found is remembered by hash.
+forks: the server itself, with its threads, never does. What was found is remembered by hash; what
+other programs had a part in (the wall time, memory that the machine lacks) is not.
+
+The matcher itself is made anew for each answer, in less than the CPU time of a trial: copies of
+llguidance's share the states of one lexer, which many answers together would use up.
 
 Invariant: whatever a schema does, `run` ends within the wall time and the start of a helper, and
 the server's memory does not grow.
@@ -46,11 +50,12 @@ class TrialFailed(BitnestError):
 
 
 class Limits(msgspec.Struct):
-    """Of one schema, in whole seconds and bytes; memory is what it takes beyond the helper's."""
+    """Of one schema, in seconds and bytes; memory is what it takes beyond the helper's. CPU time is
+    what each answer's matcher may take again of the engine's time."""
 
-    cpu_s: int = 3
+    cpu_s: float = 0.5
     wall_s: int = 10
-    memory_bytes: int = 128 << 20
+    memory_bytes: int = 32 << 20
 
 
 class Verdict(msgspec.Struct):
@@ -123,9 +128,13 @@ class Trials:
             try:
                 _send(ask, text.encode())
                 said = _read(hear, START_S + self._limits.wall_s)
-                return msgspec.msgpack.decode(said, type=Verdict)
+                verdict = msgspec.msgpack.decode(said, type=Verdict | None)
             except (OSError, EOFError, msgspec.DecodeError):
                 self.stop()
+                continue
+            if verdict is None:
+                break
+            return verdict
         raise TrialFailed("the schema cannot be tried now", "try again later")
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -180,8 +189,8 @@ def main() -> None:
             _send(say, msgspec.msgpack.encode(_apart(told, _read(hear).decode(), limits)))
 
 
-def _apart(told: Any, text: str, limits: Limits) -> Verdict:
-    """Try it in a fork."""
+def _apart(told: Any, text: str, limits: Limits) -> Verdict | None:
+    """Try it in a fork; None: the machine had no time or no memory for it."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
@@ -194,8 +203,11 @@ def _apart(told: Any, text: str, limits: Limits) -> Verdict:
     status = os.waitpid(child, 0)[1]
     if said:
         return msgspec.msgpack.decode(said, type=Verdict)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM):
-        return _beyond(f"{limits.cpu_s} s of CPU time, or {limits.wall_s} s")
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended_by in (signal.SIGALRM, signal.SIGKILL):
+        return None
+    if ended_by == signal.SIGPROF:
+        return _beyond(f"{limits.cpu_s:g} s of CPU time")
     return _beyond(f"{limits.memory_bytes >> 20} MiB of memory")
 
 
@@ -207,7 +219,6 @@ def _hold(limits: Limits) -> None:
     """Set the limits of this process."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))  # SIGXCPU, SIGKILL
     for what, most in (
         (resource.RLIMIT_AS, now + limits.memory_bytes),
         (resource.RLIMIT_STACK, STACK_BYTES),
@@ -216,6 +227,7 @@ def _hold(limits: Limits) -> None:
         resource.setrlimit(what, (most, most))
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # it is ended before the server
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # SIGPROF
     signal.alarm(limits.wall_s)
     os.nice(NICE)
 

@@ -18,7 +18,7 @@ from edge_runtime import Engine
 from edge_runtime.errors import UsageError
 from edge_runtime.serve import grammar, trial
 from edge_runtime.serve.schema import Vocabulary
-from edge_runtime.serve.trial import Limits, Trials
+from edge_runtime.serve.trial import Limits, TrialFailed, Trials
 
 from .conftest import MODEL, Running
 
@@ -42,18 +42,19 @@ def trials(engine: Engine) -> Iterator[Trials]:
     started.stop()
 
 
-def ask(running: Running, schema: Any) -> Any:
+def ask(running: Running, schema: Any, **more: Any) -> Any:
     body = {
         "model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3,
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
     }  # fmt: skip
     with running.client() as client:
-        return client.post("/v1/chat/completions", json=body)
+        return client.post("/v1/chat/completions", json=body | more)
 
 
 @pytest.mark.parametrize(("schema", "says"), [
     (PATTERNS, "takes more than"), (FACTORS, "takes more than"), (WORDS, "takes more than"),
-    (DEEP, "recursion limit"), (HUGE, "at most 100000 characters"),
+    ({"type": "integer", "multipleOf": 300_007}, "takes more than"), (DEEP, "recursion limit"),
+    (HUGE, "at most 100000 characters"), ({"$ref": "#"}, "too much to follow"),
 ])  # fmt: skip
 def test_hostile_schemas(running: Running, schema: Any, says: str) -> None:
     """Refused in a few seconds, in one line; the server answers meanwhile and has not grown."""
@@ -74,6 +75,7 @@ def test_hostile_schemas(running: Running, schema: Any, says: str) -> None:
     message = answers[0].json()["error"]["message"]
     assert says in message
     assert "\n" not in message
+    assert "<state>" not in message
     assert psutil.Process().memory_info().rss - before < 64 << 20
     started = time.monotonic()
     assert ask(running, schema).status_code == 400  # remembered
@@ -105,17 +107,46 @@ def test_many_that_are_new(
 def test_limits(engine: Engine) -> None:
     names = json.dumps({"enum": [f"{i * 7919:09d}" for i in range(6000)]})
     room = 4 << 30  # not what ends it: how fast the memory grows depends on the machine
-    for limits, says in (
-        (Limits(memory_bytes=1 << 20), "1 MiB of memory"),
-        (Limits(wall_s=1, memory_bytes=room), "or 1 s"),
-        (Limits(cpu_s=1, memory_bytes=room), "1 s of CPU time"),
+    for limits, text, says in (
+        (Limits(memory_bytes=1 << 20), names, "1 MiB of memory"),
+        (Limits(cpu_s=0.25, memory_bytes=room), json.dumps(FACTORS), "0.25 s of CPU time"),
     ):
         small = Trials(Vocabulary.of(engine), limits)
         try:
             with pytest.raises(UsageError, match=says):
-                small.run(names if "memory" in says else json.dumps(FACTORS)).check()
+                small.run(text).check()
+            assert small.known(text)
         finally:
             small.stop()
+
+
+def test_what_the_machine_had_no_time_for_is_tried_again(engine: Engine) -> None:
+    """Nothing is said of the schema, and nothing remembered."""
+    text = json.dumps(FACTORS)
+    busy = Trials(Vocabulary.of(engine), Limits(cpu_s=60, wall_s=1, memory_bytes=4 << 30))
+    try:
+        for _ in range(2):
+            with pytest.raises(TrialFailed, match="cannot be tried now"):
+                busy.run(text)
+            assert busy.known(text) is None
+        busy.run(USUAL).check()
+    finally:
+        busy.stop()
+
+
+def test_a_deadline_holds_for_the_grammar_too(
+    engine: Engine, serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = grammar.Grammars.of_schema
+
+    def slowly(self: grammar.Grammars, text: str) -> grammar.Grammar:
+        time.sleep(0.3)
+        return made(self, text)
+
+    monkeypatch.setattr(grammar.Grammars, "of_schema", slowly)
+    got = ask(serve(engine), {"type": "string"}, deadline_s=0.2, max_tokens=100)
+    assert got.status_code == 200
+    assert got.json()["usage"]["completion_tokens"] <= 1
 
 
 def test_a_schema_is_tried_once(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ behind is removed by the next one that writes there; no other file is touched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -56,6 +58,28 @@ def write_atomic(path: Path, data: bytes, mode: int = SHARED) -> None:
     """Write all of a file; see `whole_file`."""
     with whole_file(path, mode) as file:
         file.write(data)
+
+
+def open_regular(path: Path, flags: int, mode: int = PRIVATE) -> int:
+    """Open a file, or the one a link leads to, and nothing else: a pipe may never answer, and a
+    device may act on being opened.
+
+    Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _need_regular(path.stat())
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        _need_regular(os.fstat(fd))  # it may be another one by now
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _need_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _beginning(path: Path) -> str:

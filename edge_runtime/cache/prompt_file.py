@@ -1,9 +1,11 @@
 """The KV of a prompt's beginning in a file, so that it is computed once.
 
 Invariant: a file is there whole or not at all, and nothing of it is used before it is proven: every
-size against the model's, the hash of ids and planes against the header's. It is a safetensors file;
-its metadata hold the format, `bound` (what the numbers depend on: model, view, rope), the token ids
-and a sha256; layer i has `layers.i.scale` fp16 [2, T, Hkv], `layers.i.base` and `layers.i.refine`
+size against the model's, the hash of ids and planes against the header's. The bytes that are used
+are the very bytes that were hashed: the file is read, never mapped, and hashed again each time, for
+others may cut it or write into it at any moment. It is a safetensors file; its metadata hold the
+format, `bound` (what the numbers depend on: model, view, rope), the token ids and a sha256; layer i
+has `layers.i.scale` fp16 [2, T, Hkv], `layers.i.base` and `layers.i.refine`
 uint8 [2, T, Hkv, D/2], in that order (`kernels.ops.Cache`). The nest is stored once, so a file
 serves every KV policy and, since backends agree on all bits, every backend. Not stored: embedding
 rows, plain 16-bit caches.
@@ -15,16 +17,23 @@ import hashlib
 import json
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
-from edge_runtime.atomic import PRIVATE, whole_file
-from edge_runtime.errors import BitnestError, BudgetError, CheckpointError, UsageError, cut_apart
+from edge_runtime.atomic import PRIVATE, open_regular, whole_file
+from edge_runtime.errors import (
+    BitnestError,
+    BudgetError,
+    CheckpointError,
+    UsageError,
+    cut,
+    cut_apart,
+)
 from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.kernels.ops import Cache, Geometry
 from edge_runtime.paths import FULL
@@ -34,16 +43,26 @@ VERSION = "1"
 NAMES = ("scale", "base", "refine")
 BEGIN_AGAIN = "remove it, and the next run makes it again"
 NO_HASH = "0" * 64
-Layout = list[tuple[str, str, tuple[int, ...]]]  # name, dtype and shape of every plane, in order
+MAX_HEADER_BYTES = 16 << 20  # the ids of two million tokens
+NUMPY = {"F16": np.float16, "U8": np.uint8}
+Layout = dict[str, dict[str, Any]]  # every plane, in order, as safetensors headers have it
+Planes = dict[str, npt.NDArray[Any]]
 
 
 def layout(geometry: Geometry, length: int) -> Layout:
     """Return the planes of `length` tokens."""
-    g = geometry
-    vectors = (2, length, g.num_kv_heads)
-    nibbles = (*vectors, g.head_dim // 2)
-    kinds: Layout = [("scale", "F16", vectors), ("base", "U8", nibbles), ("refine", "U8", nibbles)]
-    return [(f"layers.{i}.{n}", dtype, s) for i in range(g.num_layers) for n, dtype, s in kinds]
+    vectors = [2, length, geometry.num_kv_heads]
+    nibbles = [*vectors, geometry.head_dim // 2]
+    kinds = (("scale", "F16", vectors), ("base", "U8", nibbles), ("refine", "U8", nibbles))
+    planes: Layout = {}
+    at = 0
+    for layer in range(geometry.num_layers):
+        for name, dtype, shape in kinds:
+            end = at + math.prod(shape) * np.dtype(NUMPY[dtype]).itemsize
+            plane = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+            planes[f"layers.{layer}.{name}"] = plane
+            at = end
+    return planes
 
 
 def save(
@@ -89,46 +108,63 @@ class PromptFile:
     def __init__(self, path: Path, bound: Mapping[str, str], geometry: Geometry) -> None:
         """Read all of it once. Raises CheckpointError with what differs."""
         self.path, self._geometry = path, geometry
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path}: expected a file with a prompt's cache, got none",
-                "chat --system TEXT --prompt-cache FILE makes one",
-            )
-        refuse_pointer(path)
-        try:
-            opened: Any = safe_open  # its methods have no types
-            self._file = opened(path, framework="np")
-            found: dict[str, str] = self._file.metadata() or {}
-            self._compare(found, bound)
-            self.ids = _ids(found.get("ids", ""), geometry.num_tokens, path)
-            self._check_sizes()
-            digest = _begin(bound, self.ids)
-            for layer in range(geometry.num_layers):
-                for part in self.planes(layer).values():
-                    digest.update(part.reshape(-1).view(np.uint8).data)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: no prompt's cache, or a damaged one ({error})",
-                f"give another file, or, if it was one, {BEGIN_AGAIN}",
-            ) from None
+        self._fd = _open(path)
+        weakref.finalize(self, os.close, self._fd)
+        header, self._start = _header(path, self._fd)
+        found = header.pop("__metadata__")
+        self._compare(found, bound)
+        self.ids = _ids(found.get("ids", ""), geometry.num_tokens, path)
+        self._planes = layout(geometry, len(self.ids))
+        self._check_sizes(header)
+        self._begun = _begin(bound, self.ids)
+        self._proven: list[bytes] = []  # for each layer the hash of all up to its end
+        digest = self._begun.copy()
+        for layer in range(geometry.num_layers):
+            self._read(layer, digest)
+            self._proven.append(digest.digest())
         if digest.hexdigest() != found.get("sha256"):
             raise CheckpointError(f"{path}: damaged (its checksum differs)", BEGIN_AGAIN)
 
-    def planes(self, layer: int, length: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return the first tokens of a layer in the shapes that `Cache.load` takes."""
-        get = self._file.get_tensor
-        return {name: get(f"layers.{layer}.{name}")[None, :, :length] for name in NAMES}
-
     def restore(self, cache: Cache, length: int) -> None:
-        """Put the first tokens into a cache, one layer in memory at a time."""
+        """Put the first tokens into a cache, one layer in memory at a time.
+
+        Raises CheckpointError at the first layer that is no longer what was proven; the cache has
+        those before it then.
+        """
+        digest = self._begun.copy()
         for layer in range(self._geometry.num_layers):
-            cache.load(self.planes(layer, length), layer)
+            cache.load(self._checked(layer, length, digest), layer)
+
+    def _checked(self, layer: int, length: int, digest: Any) -> Planes:
+        """Return the first tokens of a layer in the shapes that `Cache.load` takes."""
+        planes = self._read(layer, digest)
+        if digest.digest() != self._proven[layer]:
+            raise self._changed()
+        return {name: part[None, :, :length] for name, part in planes.items()}
+
+    def _read(self, layer: int, digest: Any) -> Planes:
+        """Return the planes of a layer [2, T, ...] and add their bytes to a hash."""
+        planes: Planes = {}
+        for name in NAMES:
+            plane = self._planes[f"layers.{layer}.{name}"]
+            begin, end = plane["data_offsets"]
+            data = np.empty(end - begin, np.uint8)
+            try:
+                count = os.preadv(self._fd, [data.data], self._start + begin)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: cannot be read: {error.strerror}", BEGIN_AGAIN
+                ) from None
+            if count != len(data):
+                raise self._changed()
+            digest.update(data.data)
+            planes[name] = data.view(NUMPY[plane["dtype"]]).reshape(plane["shape"])
+        return planes
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(f"{self.path}: changed since it was opened", BEGIN_AGAIN)
 
     def _compare(self, found: dict[str, str], bound: Mapping[str, str]) -> None:
-        if found.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self.path}: a safetensors file, but no prompt's cache", "give another file"
-            )
         wanted = {"version": VERSION, **bound}
         differing = [name for name, value in wanted.items() if found.get(name) != value]
         if differing:
@@ -142,37 +178,71 @@ class PromptFile:
                 f"give another file, or {BEGIN_AGAIN}",
             )
 
-    def _check_sizes(self) -> None:
-        wanted = layout(self._geometry, len(self.ids))
-        there = set(self._file.keys())
-        if there != {name for name, _, _ in wanted}:
+    def _check_sizes(self, header: dict[str, Any]) -> None:
+        if header.keys() != self._planes.keys():
             raise CheckpointError(
                 f"{self.path}: expected the planes of {self._geometry.num_layers} layers, got "
-                f"{len(there)} others",
+                f"{len(header)} others",
                 BEGIN_AGAIN,
             )
-        for name, dtype, shape in wanted:
-            plane = self._file.get_slice(name)
-            if (plane.get_dtype(), tuple(plane.get_shape())) != (dtype, shape):
+        end = 0
+        for name, wanted in self._planes.items():
+            if header[name] != wanted:
                 raise CheckpointError(
-                    f"{self.path}: plane {name!r}: expected {dtype} {list(shape)}, got "
-                    f"{plane.get_dtype()} {plane.get_shape()}",
+                    f"{self.path}: plane {name!r}: expected {_shown(wanted)}, got "
+                    f"{_shown(header[name])}",
                     BEGIN_AGAIN,
                 )
+            end = self._start + wanted["data_offsets"][1]
+        if (size := os.fstat(self._fd).st_size) != end:
+            raise CheckpointError(
+                f"{self.path}: damaged: expected {end} bytes, got {size}", BEGIN_AGAIN
+            )
+
+
+def _open(path: Path) -> int:
+    try:
+        fd = open_regular(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: expected a file with a prompt's cache, got none: {error.strerror or error}",
+            "chat --system TEXT --prompt-cache FILE makes one",
+        ) from None
+    return fd
+
+
+def _header(path: Path, fd: int) -> tuple[dict[str, Any], int]:
+    """Return a file's header, whose metadata are this format's, and where it ends."""
+    refuse_pointer(path)
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    try:
+        header = json.loads(os.pread(fd, size, 8) if size <= MAX_HEADER_BYTES else b"")
+        found = header.get("__metadata__", {})
+        header["__metadata__"] = {name: str(value) for name, value in found.items()}
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        raise CheckpointError(
+            f"{path}: no prompt's cache, or a damaged one (no safetensors header)",
+            f"give another file, or, if it was one, {BEGIN_AGAIN}",
+        ) from None
+    if header["__metadata__"].get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: a safetensors file, but no prompt's cache", "give another file"
+        )
+    return header, 8 + size
 
 
 def _head(bound: Mapping[str, str], ids: list[int], planes: Layout, sha256: str) -> bytes:
     """Return a safetensors header; it has the same length with every hash."""
     metadata = {"format": FORMAT, "version": VERSION, **bound, "ids": _json(ids), "sha256": sha256}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for name, dtype, shape in planes:
-        end = at + math.prod(shape) * (2 if dtype == "F16" else 1)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = _json(header).encode()
+    text = _json({"__metadata__": metadata, **planes}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _shown(plane: Any) -> str:
+    if not isinstance(plane, dict):
+        return cut(str(plane))
+    return cut(f"{plane.get('dtype')} {plane.get('shape')} at {plane.get('data_offsets')}")
 
 
 def _begin(bound: Mapping[str, str], ids: list[int]) -> Any:

@@ -35,12 +35,18 @@ class Prefix:
 
     def restore(self, cache: Cache, keys: Sequence[Key], shared: int) -> int:
         """Put what `keys` begin with into a cache, if that is more than `shared` positions; return
-        how many are there then."""
+        how many are there then. A file that another process changed is not used again: what it put
+        there before is as computed, and the rest is computed."""
         mine = common(self.ids, keys)
         if mine <= shared:
             return shared
         started = time.perf_counter()
-        self.file.restore(cache, mine)
+        try:
+            self.file.restore(cache, mine)
+        except CheckpointError as error:
+            log.warning("%s: prompts are computed without it", error.message)
+            self.ids = []
+            return shared
         log.debug("%d tokens from %s in %.0f ms", mine, self.file.path, _ms(started))
         return mine
 

@@ -101,6 +101,14 @@ def test_a_file_serves_every_backend(
     assert (got.token_ids, got.cached_tokens) == (want, len(BEGINNING))
 
 
+class Loaded(list[Any]):
+    """A cache that keeps what is put into it."""
+
+    def load(self, planes: Any, layer: int) -> None:
+        assert layer == len(self)
+        self.append(planes)
+
+
 def test_only_the_asked_prompt_is_computed_for_it(engines: Engines, tmp_path: Path) -> None:
     engine = new(engines)
     answer(engine, PROMPT)
@@ -109,9 +117,12 @@ def test_only_the_asked_prompt_is_computed_for_it(engines: Engines, tmp_path: Pa
     file = prompt_file.PromptFile(
         saved(engine, tmp_path / "kept"), prefix.bound(engine), prefix._geometry(engine)
     )
-    for layer in range(engine.model.spec.num_layers):
-        for name, part in file.planes(layer).items():
+    loaded = Loaded()
+    file.restore(loaded, len(BEGINNING))
+    for layer, planes in enumerate(loaded):
+        for name, part in planes.items():
             assert part.tobytes() == before[name][layer].tobytes()
+    assert len(loaded) == engine.model.spec.num_layers
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o600
 
 
@@ -240,6 +251,63 @@ def test_what_cannot_be_kept(reference: Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="converted model"):
         prefix.save(reference, tmp_path / "kept", BEGINNING)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- files that change while they are used
+
+
+def overwritten(file: Path, at: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        stream.write(bytes(40))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda file: os.truncate(file, 0),
+    "cut in the last layer": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "the last layer": lambda file: overwritten(file, -40),
+    "the first layer": lambda file: overwritten(file, file.stat().st_size // 3),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_file_changed_in_place_is_used_no_more(
+    engines: Engines, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of another's bytes gets into an answer, and no page of the file is waited for."""
+    engine = new(engines)
+    want, begun = answer(engine, PROMPT).token_ids, BEGINNING[:30] + OTHER
+    wanted = answer(engine, begun).token_ids
+    file = saved(new(engines), tmp_path / "kept")
+    for before, shared in ((OTHER, 0), (begun, 30)):
+        caplog.clear()
+        data = file.read_bytes()
+        prefix.load(engine, file)
+        assert answer(engine, PROMPT).token_ids == want
+        assert answer(engine, before).cached_tokens == shared
+        CHANGES[what](file)
+        for cached in (shared, len(PROMPT) - 1):
+            got = answer(engine, PROMPT)
+            assert (got.token_ids, got.cached_tokens) == (want, cached)
+        assert answer(engine, begun).token_ids == wanted
+        assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+            f"{file}: changed since it was opened: prompts are computed without it"
+        ]
+        file.write_bytes(data)
+
+
+def test_a_file_replaced_or_removed_is_used_on(engines: Engines, tmp_path: Path) -> None:
+    engine = new(engines)
+    want = answer(engine, PROMPT).token_ids
+    prefix.load(engine, saved(new(engines), tmp_path / "kept"))
+    for change in (
+        lambda: saved(new(engines), tmp_path / "kept", OTHER),
+        (tmp_path / "kept").unlink,
+    ):
+        answer(engine, OTHER)
+        change()
+        got = answer(engine, PROMPT)
+        assert (got.token_ids, got.cached_tokens) == (want, len(BEGINNING))
 
 
 # ---- whole files

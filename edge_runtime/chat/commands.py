@@ -133,7 +133,7 @@ class Commands:
         text = self._chat.session.undo()
         self._chat.asked_again = 0
         first = text.strip().splitlines()[0] if text.strip() else ""
-        self._say(f"Taken back: {render.printable(first[:60])}{'…' * (len(text) > 60)}")
+        self._say(f"Taken back: {first[:60]}{'…' * (len(text) > 60)}")
 
     def _clear(self, _: str) -> None:
         self._chat.session.clear()
@@ -171,7 +171,7 @@ class Commands:
         session.last = None
         self._say(f"Loaded {_turns(session.num_turns)}.")
         if document.model.sha256 != chat.model.sha256:
-            name = render.printable(document.model.name[:80])
+            name = document.model.name[:80]
             self._say(f"They were held with another model: {name}. This one goes on.")
         used = session.num_tokens()
         if used >= session.engine.context:

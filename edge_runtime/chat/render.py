@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from edge_runtime import log
+from edge_runtime.log import NORMAL, QUIET, printable
 
 if TYPE_CHECKING:
     from edge_runtime.decode.request import Result, Token
 
 SEPARATOR = " · "
 THINK = ("<think>", "</think>")
-_QUIET, _NORMAL = "\x1b[2m", "\x1b[0m"
 _ENDS = {
     "length": "cut at the limit",
     "cancelled": "stopped",
@@ -58,7 +58,7 @@ class TextWriter:
     def end(self) -> None:
         """Write the newline that follows every answer."""
         with self._lock:
-            self._stream.write(f"{_NORMAL}\n" if self._dim else "\n")
+            self._stream.write(f"{NORMAL}\n" if self._dim else "\n")
             self._dim, self._at_start = False, True
             self._stream.flush()
 
@@ -67,20 +67,20 @@ class TextWriter:
         answer goes on below it."""
         with self._lock:
             if self._live and not self._at_start:
-                self._stream.write(f"{_NORMAL}\n" if self._dim else "\n")
+                self._stream.write(f"{NORMAL}\n" if self._dim else "\n")
                 self._at_start = True
                 self._stream.flush()
             say()
             if self._live and self._dim:
-                self._stream.write(_QUIET)
+                self._stream.write(QUIET)
 
     def _dimmed(self, text: str) -> str:
         if THINK[0] in text:
             self._dim = True
-            text = text.replace(THINK[0], _QUIET + THINK[0])
+            text = text.replace(THINK[0], QUIET + THINK[0])
         if self._dim and THINK[1] in text:
             self._dim = False
-            text = text.replace(THINK[1], THINK[1] + _NORMAL)
+            text = text.replace(THINK[1], THINK[1] + NORMAL)
         return text
 
 
@@ -94,20 +94,6 @@ def finish_answer(result: Result, writer: TextWriter) -> None:
     """Write what a stop left unshown (held back text, half a character), and the newline."""
     writer.write(result.text[writer.num_chars :])
     writer.end()
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which could rewrite a terminal, by their visible symbols."""
-    return "".join(c if c in "\n\t" or c.isprintable() else _symbol(c) for c in text)
-
-
-def _symbol(c: str) -> str:
-    code = ord(c)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F or 0x80 <= code < 0xA0:
-        return "\u2421"
-    return c  # unprintable to Python, harmless to a terminal: joiners, unassigned
 
 
 def figures(result: Result) -> str:
@@ -173,11 +159,6 @@ def statistics(result: Result) -> list[str]:
         f"memory   weights {m.get('weights_bytes', 0) / 2**20:.0f} MiB, KV cache "
         f"{m.get('kv_bytes', 0) / 2**20:.0f} MiB, peak {m.get('peak_bytes', 0) / 2**20:.0f} MiB",
     ]
-
-
-def dim(text: str, stream: TextIO) -> str:
-    """Return text in a quiet colour where colour is welcome."""
-    return f"{_QUIET}{text}{_NORMAL}" if log.use_colour(stream) else text
 
 
 def folded(line: str, stream: TextIO) -> str:

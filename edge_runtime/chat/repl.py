@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from edge_runtime import log
 from edge_runtime.chat import render
 from edge_runtime.chat.commands import LEAVE, Commands
 from edge_runtime.chat.energy import TurnEnergy
@@ -113,9 +114,11 @@ class Repl:
             self.say("Greedy: the answer is the same again. /set temp 0.8 lets it differ.")
         self._show(self.session.ask_again(drop=drop, **options))
 
-    def say(self, text: str) -> None:
-        """Tell the user something that is no answer."""
-        print(text, file=sys.stderr, flush=True)
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """Tell the user something that is no answer; it may quote a file, whose control characters
+        are shown and not obeyed."""
+        text = log.printable(text)
+        print(log.dim(text, sys.stderr) if quiet else text, file=sys.stderr, flush=True)
 
     # ----
 
@@ -159,7 +162,7 @@ class Repl:
         line = render.figures(result)
         if self.settings.options()["sampling"].temperature > 0:
             line += f"{render.SEPARATOR}seed {result.seed}"
-        self.say(render.dim(render.folded(line, sys.stderr), sys.stderr))
+        self.say(render.folded(line, sys.stderr), quiet=True)
 
     def _make_room(self, text: str, again: bool) -> int | None:
         """Return how many of the oldest turns to leave out, as the user chose; None: do not ask."""
@@ -196,6 +199,6 @@ class Repl:
             raise  # stdout is gone
         except Exception as error:  # a bug: told, and the history is as before
             if os.environ.get("BITNEST_DEBUG", "") not in ("", "0"):
-                traceback.print_exception(error)
+                self.say("".join(traceback.format_exception(error)).rstrip())
             self.say(f"error: a bug in bitnest-edge: {type(error).__name__}: {error}")
             self.say("hint: the conversation is as it was before; /save FILE keeps it")

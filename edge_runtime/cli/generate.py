@@ -173,6 +173,6 @@ def run(engine: Engine, prompt: PromptLike, options: dict[str, Any], as_json: bo
     report = render.figures(result)
     if options["sampling"].temperature > 0:
         report += f"{render.SEPARATOR}seed {result.seed}"
-    log.info("%s", render.dim(report, sys.stderr))
+    log.info("%s", report, extra={"quiet": True})
     if interrupt.pressed:
         raise KeyboardInterrupt

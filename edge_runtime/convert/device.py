@@ -76,6 +76,8 @@ def computing_on(device: torch.device, spec: ModelSpec, calibration_tokens: int)
     if device.type != "cuda":
         yield
         return
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     need = resources.device_bytes(spec, calibration_tokens)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(most_bytes(need, spec, room(device)) / total, device)

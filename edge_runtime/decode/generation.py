@@ -106,7 +106,8 @@ class Generation:
     def close(self) -> None:
         """End it now; what was emitted stays."""
         if inspect.getgeneratorstate(self._tokens) == inspect.GEN_CREATED:
-            self._finish("cancelled")  # closing a generator that never ran does not run its end
+            self._finish("cancelled")  # closing a generator that never ran does not run its end,
+            self._tokens = _over()  # and from Python 3.12 on does not free it
         try:
             self._tokens.close()
         except ValueError:  # it is running, in another thread
@@ -383,3 +384,11 @@ class Generation:
         # does not see what a constraint's library holds
         self._source = self._constraint = self._device = None
         engine.ended(self)
+
+
+def _over() -> Generator[Token, None, None]:
+    """Return a generator that has ended."""
+    none: tuple[Token, ...] = ()
+    tokens = (token for token in none)
+    next(tokens, None)
+    return tokens

@@ -12,7 +12,7 @@ import boards
 import pytest
 from chat_tools import Script, make_repl
 
-from edge_runtime import Engine
+from edge_runtime import Engine, log
 from edge_runtime.chat import render
 from edge_runtime.chat.commands import HELP, LEAVE, NAMES
 from edge_runtime.chat.repl import Repl
@@ -151,6 +151,48 @@ def test_save_and_load(engine: Engine, type_: Say, tmp_path: Path) -> None:
     saved["model"]["sha256"] = "1"
     path.write_text(json.dumps(saved))
     assert "another model: tiny" in type_(other, f"/load {path}")
+
+
+EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\rx"
+
+
+def test_nothing_of_a_file_reaches_the_terminal_raw(
+    engine: Engine, type_: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saved chat is another's text: its system prompt, its model's name, its messages; so are
+    the names of files, and an error that quotes them."""
+    document = {
+        "format": "bitnest-edge chat",
+        "version": 1,
+        "model": {"name": EVIL, "sha256": EVIL},
+        "system": EVIL,
+        "thinking": None,
+        "settings": {},
+        "messages": [{"role": r, "content": EVIL} for r in ("user", "assistant")],
+    }
+    (tmp_path / f"{EVIL}.json").write_text(json.dumps(document))
+    (tmp_path / EVIL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    repl = make_repl(engine)
+    monkeypatch.setattr(repl.energy, "why", EVIL)
+    lines = (
+        f"/load {EVIL}.json", "/system", "/context", "/power", f"/save {EVIL}", f"/save {EVIL}.txt",
+        "hello", "/stats", "/undo", "/undo", f"/set {EVIL} 1", "/think " + EVIL,
+    )  # fmt: skip
+    said = type_(repl, *lines)
+    assert "Loaded 1 turn" in said
+    assert f"Saved 1 turn to {log.printable(EVIL)}.txt" in said
+    assert said.count("␛]0;PWNED␇␛[2J␡31m␍x") >= 5
+    repl._throttle.look = lambda: [EVIL]  # type: ignore[method-assign]
+    repl.run()
+
+    def bug(_: str) -> None:
+        raise ValueError(EVIL)
+
+    repl._commands._known["help"] = bug
+    monkeypatch.setenv("BITNEST_DEBUG", "1")
+    said += type_(repl, "/help")
+    assert [c for c in said if not c.isprintable() and c != "\n"] == []
 
 
 def test_a_load_that_fails_changes_nothing(engine: Engine, type_: Say, tmp_path: Path) -> None:
@@ -318,7 +360,7 @@ def test_throttling_is_told_while_an_answer_is_made(
                 time.sleep(0.01)
 
     monkeypatch.setattr(render.TextWriter, "write", write)
-    monkeypatch.setattr(repl, "say", said.append)
+    monkeypatch.setattr(repl, "say", lambda text, **_: said.append(text))
     repl.turn("hello")
     assert said[0].startswith("throttling: gpu-throttle-alert")
     assert "tok/s" in said[1]

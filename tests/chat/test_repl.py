@@ -16,6 +16,7 @@ from edge_runtime.chat import render
 from edge_runtime.chat.interrupt import StopOnInterrupt
 from edge_runtime.decode.request import Result, Token
 from edge_runtime.errors import NumericError
+from edge_runtime.log import printable
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +187,8 @@ def test_figures() -> None:
 
 
 def test_a_terminal_gets_no_control_characters() -> None:
-    assert render.printable("a\x1b[31m\x9b\tb\n\x7f") == "a␛[31m␡\tb\n␡"
-    assert render.printable("👩\u200d👧 é\u00a0x") == "👩\u200d👧 é\u00a0x"
+    assert printable("a\x1b[31m\x9b\tb\n\x7f") == "a␛[31m␡\tb\n␡"
+    assert printable("👩\u200d👧 é\u00a0x") == "👩\u200d👧 é\u00a0x"
 
 
 def test_a_held_back_end_is_shown(capsys) -> None:

@@ -63,6 +63,8 @@ def test_what_an_answer_held_is_freed_at_its_end(engines: Callable[..., Engine],
         if end == "closed":
             next(generation)
         generation.close()
+        generation.close()
+        assert next(generation, None) is None
     gc.collect()
     gc.disable()
     try:

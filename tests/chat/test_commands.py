@@ -12,7 +12,7 @@ import boards
 import pytest
 from chat_tools import Script, make_repl
 
-from edge_runtime import Engine, log
+from edge_runtime import Engine
 from edge_runtime.chat import render
 from edge_runtime.chat.commands import HELP, LEAVE, NAMES
 from edge_runtime.chat.repl import Repl
@@ -153,7 +153,7 @@ def test_save_and_load(engine: Engine, type_: Say, tmp_path: Path) -> None:
     assert "another model: tiny" in type_(other, f"/load {path}")
 
 
-EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\rx"
+EVIL, SHOWN = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\rx", "␛]0;PWNED␇␛[2J␡31m␍x"
 
 
 def test_nothing_of_a_file_reaches_the_terminal_raw(
@@ -181,8 +181,8 @@ def test_nothing_of_a_file_reaches_the_terminal_raw(
     )  # fmt: skip
     said = type_(repl, *lines)
     assert "Loaded 1 turn" in said
-    assert f"Saved 1 turn to {log.printable(EVIL)}.txt" in said
-    assert said.count("␛]0;PWNED␇␛[2J␡31m␍x") >= 5
+    assert f"Saved 1 turn to {SHOWN}.txt" in said
+    assert said.count(SHOWN) >= 5
     repl._throttle.look = lambda: [EVIL]  # type: ignore[method-assign]
     repl.run()
 

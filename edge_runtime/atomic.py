@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all.
+"""Files that are there whole or not at all, and nothing but files.
 
 Invariant: what is written lies beside, under a name that no other file has, locked while it is
 written, and takes the file's name when it is whole and on the disk. What a killed process left
@@ -33,6 +33,7 @@ def whole_file(path: Path, mode: int = SHARED, *, alone: bool = False) -> Iterat
     one to end wins. Raises OSError, leaving what was there.
     """
     path = Path(os.path.realpath(path))
+    _need_regular(path)
     if _sweep(path) and alone:
         raise UsageError(f"{path}: another process is saving there", "give each its own file")
     file, temporary = _begin(path, mode)
@@ -66,20 +67,21 @@ def open_regular(path: Path, flags: int, mode: int = PRIVATE) -> int:
 
     Raises OSError.
     """
-    with contextlib.suppress(FileNotFoundError):
-        _need_regular(path.stat())
+    _need_regular(path)
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:
-        _need_regular(os.fstat(fd))  # it may be another one by now
+        _need_regular(fd)  # it may be another one by now
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _need_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file")
+def _need_regular(path: Path | int) -> None:
+    """Raise OSError for what is there and is no file, as /dev/null, which root could replace."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _beginning(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import killed
 import pytest
 
-from edge_runtime.atomic import PRIVATE, whole_file, write_atomic
+from edge_runtime.atomic import PRIVATE, open_regular, whole_file, write_atomic
 from edge_runtime.errors import UsageError
 
 HOLDS = """
@@ -90,6 +90,37 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
         write_atomic(link, data)
         assert link.is_symlink()
         assert target.read_bytes() == data
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_no_file_stays_what_it_is(tmp_path: Path, link: bool) -> None:
+    """/dev/null is one: root would put a file in its place."""
+    pipe, path = tmp_path / "pipe", tmp_path / ("link" if link else "pipe")
+    os.mkfifo(pipe)
+    if link:
+        path.symlink_to(pipe)
+    before = names(tmp_path)
+    for do in (lambda: write_atomic(path, b"x"), lambda: open_regular(path, os.O_RDONLY)):
+        with pytest.raises(OSError, match="not a regular file"):
+            do()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert names(tmp_path) == before
+
+
+def test_what_becomes_another_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, open_ = tmp_path / "f", os.open
+    file.write_text("x")
+
+    def late(path: Path, *args: Any) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return open_(path, *args)
+
+    monkeypatch.setattr(os, "open", late)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(file, os.O_RDONLY)
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127, "[a]*?"])

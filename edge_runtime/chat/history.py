@@ -1,7 +1,8 @@
 """What was typed in earlier chats: one file of JSON lines in the user's state folder.
 
 Invariant: readable by its owner alone, and bounded; what cannot be read or written is done without,
-and `why` says it. Two chats at once add to the same file, and a line that was cut spoils no other.
+and `why` says it, but of a link to /dev/null, which switches it off. Two chats at once add to the
+same file, and a line that was cut spoils no other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from edge_runtime.atomic import PRIVATE, write_atomic
+from edge_runtime.atomic import PRIVATE, open_regular, write_atomic
 
 MAX_ENTRIES = 1000
 MAX_ENTRY_CHARS = 16_384  # of a longer message (a pasted file) nothing is kept
@@ -75,6 +76,9 @@ class HistoryFile:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
+        with contextlib.suppress(OSError):
+            if os.path.samefile(self._path, os.devnull):
+                return
         self.why = f"{self._path}: {error.strerror or error}"
 
 
@@ -82,7 +86,7 @@ class HistoryFile:
 def _opened(path: Path, mode: str) -> Iterator[IO[bytes]]:
     """Open the file and lock it; another chat that writes it anew gives the name to another one."""
     while True:
-        with open(path, mode, buffering=0, opener=lambda p, f: os.open(p, f, PRIVATE)) as stream:
+        with open(path, mode, buffering=0, opener=lambda _, f: open_regular(path, f)) as stream:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(stream, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):

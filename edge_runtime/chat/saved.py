@@ -6,12 +6,13 @@ readable by its owner alone; what is read is checked entirely before anything of
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from edge_runtime.atomic import PRIVATE, write_atomic
+from edge_runtime.atomic import PRIVATE, open_regular, write_atomic
 from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
 from edge_runtime.paths import FULL
 
@@ -69,11 +70,12 @@ def load(path: Path) -> SavedChat:
     """Read a chat. Raises CheckpointError for what is none, with the reason."""
     hint = "expected a file that /save wrote"
     try:
-        if not path.is_file():
-            what = "it is a folder" if path.is_dir() else "there is no such file"
-            raise CheckpointError(f"{path}: {what}", hint)
-        with path.open("rb") as stream:
+        if path.is_dir():
+            raise CheckpointError(f"{path}: it is a folder", hint)
+        with open(open_regular(path, os.O_RDONLY), "rb") as stream:
             data = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such file", hint) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}", hint) from None
     if len(data) > MAX_BYTES:

@@ -118,6 +118,48 @@ def test_what_another_chat_adds_meanwhile_is_kept(
     assert HistoryFile(path).load()[-2:] == [f"{count - 1}", "other"]
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is opened, or given a mode."""
+    names: list[str] = []
+    open_ = os.open
+    monkeypatch.setattr(os, "open", lambda p, *a, **k: names.append(str(p)) or open_(p, *a, **k))
+    monkeypatch.setattr(os, "fchmod", lambda *_: names.append("a mode"))  # it could be /dev/null's
+    return names
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_no_file_is_never_opened(tmp_path: Path, link: bool, opened: list[str]) -> None:
+    """A pipe has nobody at its other end, and of a device root would change the mode."""
+    pipe = tmp_path / ("pipe" if link else "history.jsonl")
+    os.mkfifo(pipe, 0o644)
+    if link:
+        (tmp_path / "history.jsonl").symlink_to(pipe)
+    file = HistoryFile(tmp_path / "history.jsonl")
+    assert file.load() == []
+    file.append("hello")
+    assert file.why == f"{tmp_path / 'history.jsonl'}: not a regular file"
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o644
+    assert opened == []
+
+
+def test_a_link_to_nothing_switches_it_off(tmp_path: Path, opened: list[str]) -> None:
+    (tmp_path / "history.jsonl").symlink_to(os.devnull)
+    file = HistoryFile(tmp_path / "history.jsonl")
+    assert file.load() == []
+    file.append("hello")
+    assert file.why == ""
+    assert opened == []
+    assert (tmp_path / "history.jsonl").is_symlink()
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").symlink_to(tmp_path / "elsewhere")
+    HistoryFile(tmp_path / "history.jsonl").append("hello")
+    assert HistoryFile(tmp_path / "elsewhere").load() == ["hello"]
+    assert stat.S_IMODE((tmp_path / "elsewhere").stat().st_mode) == 0o600
+
+
 def test_a_place_that_refuses_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     blocked = HistoryFile(tmp_path / "file" / "history.jsonl")

@@ -113,7 +113,12 @@ def test_what_is_no_saved_chat_is_refused(tmp_path: Path, data: Any, reason: str
 
 
 def test_what_is_not_there_or_cannot_be(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "none", "no such file"), (tmp_path, "it is a folder")):
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in (
+        (tmp_path / "none", "no such file"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "pipe", "not a regular file"),
+    ):
         with pytest.raises(CheckpointError, match=said) as caught:
             load(path)
         assert "/save" in caught.value.hint

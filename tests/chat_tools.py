@@ -108,8 +108,10 @@ class Terminal:
         term: str = "xterm",
         size: tuple[int, int] = (24, 80),
         before: str = "",
+        stdout: int | None = None,
     ) -> None:
-        """state: stands in for the user's state folder; before: run first in the child."""
+        """state: stands in for the user's state folder; before: run first in the child; stdout:
+        where it goes in the terminal's place."""
         self._fd, child = pty.openpty()
         self.resize(*size)
         environment = {**os.environ, "NO_COLOR": "1", "TERM": term, "XDG_STATE_HOME": str(state)}
@@ -118,7 +120,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", ENTER.format(before=before), *map(str, args)],
             stdin=child,
-            stdout=child,
+            stdout=child if stdout is None else stdout,
             stderr=child,
             env=environment,
             start_new_session=True,

@@ -1,7 +1,7 @@
 """`bitnest-edge chat`: talk at a terminal, or ask once.
 
-Invariant: with a terminal it converses; without one, or with --once, it answers one message and
-ends. stdout holds answers only.
+Invariant: where stdin is a terminal it converses; elsewhere, or with --once, it answers one message
+and ends. stdout holds answers only.
 """
 
 from __future__ import annotations

@@ -96,6 +96,24 @@ def test_a_conversation(start: Any, term: str) -> None:
     assert chat.end() == 0
 
 
+def test_answers_that_go_elsewhere(start: Any, tmp_path: Path) -> None:
+    """`chat | tee`: a person types, so it is a conversation; answers alone go there, uncoloured."""
+    coloured = "import os; os.environ.pop('NO_COLOR')"
+    with (tmp_path / "talk").open("wb") as talk:
+        chat = start("-n", 5, before=coloured, stdout=talk.fileno())
+        chat.prompt()
+        for text in ("hello", "world"):
+            chat.type(f"{text}\r")
+            chat.until("tok/s")
+            chat.prompt()
+        assert asked(chat, tmp_path / "chat.json") == ["hello", "world"]
+        leave(chat)
+    said = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    answers = "".join(m["content"] + "\n" for m in said if m["role"] == "assistant")
+    assert (tmp_path / "talk").read_text() == answers
+    assert not (tmp_path / "state").exists()
+
+
 def test_history_across_two_runs(start: Any, tmp_path: Path) -> None:
     first = start()
     first.prompt()

@@ -41,6 +41,7 @@ from edge_runtime.paths import FULL
 FORMAT = "bitnest-prompt-cache"
 VERSION = "1"
 NAMES = ("scale", "base", "refine")
+ELSEWHERE = "give a file in a folder that is there and is yours"
 BEGIN_AGAIN = "remove it, and the next run makes it again"
 NO_HASH = "0" * 64
 MAX_HEADER_BYTES = 16 << 20  # the ids of two million tokens
@@ -71,7 +72,7 @@ def save(
     """Write the first tokens of a cache, one layer in memory at a time.
 
     bound: what else must be equal where it is loaded. Raises UsageError while another process
-    saves there, BudgetError where it cannot be written.
+    saves there and where it cannot be written, BudgetError where there is no room.
     """
     planes = layout(geometry, len(ids))
     try:
@@ -93,13 +94,30 @@ def save(
 
 def check_writable(path: Path) -> None:
     """Raise, before anything is computed, what `save` would raise for a bad place."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"no writable folder {folder}"
-        raise UsageError(
-            f"{path}: cannot keep a prompt's cache there: {why}",
-            "give a file in a folder that is there and is yours",
-        )
+    target = Path(os.path.realpath(path))  # of a link that is written
+    folder = target.parent
+    if target.exists() and not target.is_file():
+        why = "it is a folder" if target.is_dir() else "it is no file"
+    elif folder.is_dir() and os.access(folder, os.W_OK):
+        return
+    else:
+        why = f"no writable folder {folder}"
+    raise UsageError(f"{path}: cannot keep a prompt's cache there: {why}", ELSEWHERE)
+
+
+def check(path: Path, *, made: bool) -> None:
+    """Raise, before a model is loaded, UsageError or CheckpointError for what cannot be used.
+
+    made: a file that is not there will be made.
+    """
+    if made and not path.exists():
+        check_writable(path)
+        return
+    fd = _open(path)
+    try:
+        _header(path, fd)
+    finally:
+        os.close(fd)
 
 
 class PromptFile:
@@ -272,4 +290,4 @@ def _not_written(path: Path, error: OSError) -> BitnestError:
     reason = error.strerror or str(error)
     if error.errno in FULL:
         return BudgetError(f"{path}: no room on the disk: {reason}", "free some space")
-    return BudgetError(f"{path}: cannot write there: {reason}", "give another file")
+    return UsageError(f"{path}: cannot write there: {reason}", ELSEWHERE)

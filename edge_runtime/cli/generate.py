@@ -101,11 +101,22 @@ def prompt_cache(engine: Engine, file: Path | None, prompt: Any) -> Iterator[Non
         log.warning("the prompt was not read to its end: it is not kept in %s", file)
 
 
-def split_options(rest: dict[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
-    """Divide what two option groups delivered into the engine's and the sampling's."""
+def split_options(
+    rest: dict[str, Any], *, makes_cache: bool = True
+) -> tuple[EngineOptions, dict[str, Any]]:
+    """Divide what two option groups delivered into the engine's and the sampling's.
+
+    Raises UsageError, CheckpointError for a prompt's cache that can be neither used nor, with
+    `makes_cache`, made.
+    """
     engine = {name: value for name, value in rest.items() if name in _ENGINE_FIELDS}
     sampled = {name: value for name, value in rest.items() if name not in _ENGINE_FIELDS}
-    return EngineOptions(**engine), sampled
+    options = EngineOptions(**engine)
+    if options.prompt_cache is not None:
+        from edge_runtime.cache import prompt_file
+
+        prompt_file.check(options.prompt_cache, made=makes_cache)
+    return options, sampled
 
 
 def prompt_text(prompt: str | None, file: str | None) -> str:

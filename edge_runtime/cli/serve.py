@@ -139,7 +139,7 @@ def command(
             f"--api-key-file F, or the variable {KEY_VARIABLE}; or leave --host at 127.0.0.1",
         )
     limits = {option: rest.pop(option) for option in LIMITS}
-    shared, _ = split_options(rest)
+    shared, _ = split_options(rest, makes_cache=False)
     path = checkpoint_path(model)
     hosts = (*LOOPBACK, f"[{host}]" if ":" in host else host.lower()) if local else None
     settings = Settings(model=name or path.resolve().name, key=key, hosts=hosts, **limits)

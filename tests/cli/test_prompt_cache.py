@@ -71,6 +71,34 @@ def test_what_is_refused(call: Any, tiny_checkpoint: Path, file: Path, tmp_path:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_what_is_refused_before_a_model_is_loaded(
+    call: Any, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may be converted and loaded for minutes."""
+    if command == "serve":
+        pytest.importorskip("uvicorn")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "there").symlink_to(tmp_path / "text")
+    (tmp_path / "links" / "dangling").symlink_to("nowhere/x")
+    asks = {"generate": ("-p", TEXT), "chat": ("--once", TEXT), "serve": ()}[command]
+    made = command != "serve"
+    for name, code, said in (
+        ("text", 5, "no prompt's cache"),
+        ("links/there", 5, "no prompt's cache"),
+        ("links", 5, "not a regular file"),
+        ("/dev/null", 5, "not a regular file"),
+        ("none/x", 2 if made else 5, "cannot keep" if made else "got none"),
+        ("links/dangling", 2 if made else 5, "links/nowhere" if made else "got none"),
+    ):
+        found, out, err = call(command, "no-such-model", *asks, "--prompt-cache", name)
+        assert (found, out) == (code, ""), err
+        assert said in err
+        assert name in err
+
+
 def test_a_deadline_that_ends_the_prompt_keeps_nothing(
     call: Any, tiny_checkpoint: Path, file: Path
 ) -> None:

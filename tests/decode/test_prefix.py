@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from edge_runtime.decode import prefix
 from edge_runtime.decode.engine import Engine
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.decode.session import Session
-from edge_runtime.errors import BudgetError, CheckpointError, ContextError, UsageError
+from edge_runtime.errors import BitnestError, BudgetError, CheckpointError, ContextError, UsageError
 
 Engines = Callable[..., Engine]
 HASH = "ab" * 32
@@ -243,10 +244,19 @@ def test_longer_than_the_context(engines: Engines, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_kept(reference: Engine, tmp_path: Path) -> None:
-    for bad in (tmp_path, tmp_path / "none" / "kept"):
+    link = tmp_path / "link"
+    for target, bad in (
+        ("", tmp_path),
+        ("", tmp_path / "none" / "kept"),
+        ("none/kept", link),
+        (os.devnull, link),
+    ):
+        if target:
+            link.symlink_to(target)
         with pytest.raises(UsageError, match="cannot keep") as refused:
             prefix.save(reference, bad, BEGINNING)
         assert refused.value.hint
+        link.unlink(missing_ok=True)
     reference.model_sha256 = ""
     with pytest.raises(UsageError, match="converted model"):
         prefix.save(reference, tmp_path / "kept", BEGINNING)
@@ -376,16 +386,32 @@ def test_two_that_save_at_once(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"kept"}
 
 
-def test_a_full_disk(reference: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("why", "error", "said"),
+    [
+        (errno.ENOSPC, BudgetError, "no room on the disk"),
+        (errno.EDQUOT, BudgetError, "no room on the disk"),
+        (errno.EROFS, UsageError, "cannot write there: Read-only"),
+        (errno.EIO, UsageError, "cannot write there: Input"),
+    ],
+)
+def test_a_disk_that_refuses(
+    reference: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    why: int,
+    error: type[BitnestError],
+    said: str,
+) -> None:
     reference.model_sha256 = HASH
     file = saved(reference, tmp_path / "kept")
     old = file.read_bytes()
 
     def full(fd: int) -> None:
-        raise OSError(28, os.strerror(28))
+        raise OSError(why, os.strerror(why))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(BudgetError, match="no room on the disk"):
+    with pytest.raises(error, match=said):
         prefix.save(reference, file, BEGINNING[:-5])
     assert file.read_bytes() == old
     assert {path.name for path in tmp_path.iterdir()} == {"kept"}

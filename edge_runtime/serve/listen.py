@@ -119,12 +119,16 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""
+        log.debug("no HTTP request from %s", self.client)
         body = replies.dumped(replies.error_body(400, msg))
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade is not done, as HTTP lets a server choose; uvicorn advises to install one."""
 
     @property
     def _asked(self) -> bool:
@@ -168,6 +172,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 limit_concurrency=settings.max_connections,
                 log_config=None,
+                log_level="error",  # clients can cause its warnings, as many as they like
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=drain_s + LAST_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -108,15 +109,38 @@ def test_a_client_that_takes_nothing(
     assert ask(running).status_code == 200
 
 
-def test_what_is_no_http(slow: Any, serve: Callable[..., Running]) -> None:
-    with connect(serve(slow)) as one:
-        one.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        answer = b""
+def said(running: Running, request: bytes) -> bytes:
+    """What is answered until the connection ends."""
+    answer = b""
+    with connect(running) as one:
+        one.sendall(request)
         while part := one.recv(10000):
             answer += part
-    head, _, body = answer.partition(b"\r\n\r\n")
+    return answer
+
+
+def test_what_is_no_http(
+    slow: Any, serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is answered, and told of in the log where debugging is asked for."""
+    running = serve(slow)
+    head, _, body = said(running, b"\x16\x03\x01 hello\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    with caplog.at_level(logging.DEBUG, "edge_runtime"):
+        said(running, b"\x16\r\n\r\n")
+    assert "no HTTP request from ('127.0.0.1', " in caplog.text
+
+
+def test_an_upgrade_is_not_done(
+    slow: Any, serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    for what in (b"websocket", b"h2c"):
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\n"
+        answer = said(serve(slow), request + b"Upgrade: " + what + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,19 +19,14 @@ import click
 from edge_runtime.cli.generate import split_options
 from edge_runtime.cli.model import checkpoint_path, open_checkpoint, run_options
 from edge_runtime.cli.options import Finite, model_argument, user_path
-from edge_runtime.errors import BackendUnavailable, CheckpointError, UsageError
+from edge_runtime.cli.power import power_source_option
+from edge_runtime.errors import BackendUnavailable, CheckpointError, UsageError, cut
 
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "BITNEST_EDGE_API_KEY"
-LIMITS = (
-    "max_queue",
-    "max_connections",
-    "queue_s",
-    "request_s",
-    "max_body_bytes",
-    "power",
-)  # as in `Settings`
+# as in `Settings`
+LIMITS = ("max_queue", "max_connections", "queue_s", "request_s", "max_body_bytes")
 MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 
 
@@ -98,14 +93,8 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
     show_default=True,
     help="How long a stop waits for requests that were admitted.",
 )
-@click.option(
-    "--power-source",
-    "power",
-    default="auto",
-    show_default=True,
-    help="As of profile; none: no power readings.",
-)
-@run_options  # fmt: skip
+@power_source_option
+@run_options
 def command(
     model: str,
     host: str,
@@ -113,6 +102,7 @@ def command(
     api_key_file: str | None,
     name: str | None,
     drain_seconds: int,
+    power_source: str,
     **rest: Any,
 ) -> None:
     """Serve a model on /v1/chat/completions, /v1/completions and /v1/models, and a page at /.
@@ -123,6 +113,7 @@ def command(
     try:
         from edge_runtime.serve.app import LOOPBACK, Settings
         from edge_runtime.serve.listen import HttpServer, bind
+        from edge_runtime.serve.metrics import Power
         from edge_runtime.serve.worker import Worker
     except ImportError as error:
         raise BackendUnavailable(
@@ -141,9 +132,16 @@ def command(
     limits = {option: rest.pop(option) for option in LIMITS}
     shared, _ = split_options(rest, makes_cache=False)
     path = checkpoint_path(model)
+    name = path.resolve().name if name is None else name
+    if not name or not name.isprintable():
+        raise UsageError(
+            f"the model's name for clients: expected printable characters, got {cut(name)!r}",
+            "--name NAME gives another than its folder's",
+        )
     hosts = (*LOOPBACK, f"[{host}]" if ":" in host else host.lower()) if local else None
-    settings = Settings(model=name or path.resolve().name, key=key, hosts=hosts, **limits)
-    sockets = bind(host, port)  # before a model is loaded for minutes
+    # before a model is loaded for minutes
+    settings = Settings(model=name, key=key, hosts=hosts, power=Power(power_source), **limits)
+    sockets = bind(host, port)
     with contextlib.ExitStack() as held:
         for one in sockets:
             held.enter_context(one)
@@ -151,7 +149,6 @@ def command(
         if shared.prompt_cache is not None:
             prefix.load(engine, shared.prompt_cache)
         server = HttpServer(Worker(engine, settings.max_queue), settings, drain_seconds)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         # uvicorn has its own handlers while it runs, and sends itself the signal again at its end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.run(sockets)

@@ -50,7 +50,7 @@ class Settings:
     max_body_bytes: int = 4 << 20
     queue_s: float = 300.0
     request_s: float = 600.0
-    power: str = "auto"
+    power: Power = field(default_factory=lambda: Power("none"))
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Server:
 
     def __post_init__(self) -> None:
         s = self.settings
-        self.state = State(self.worker, Power(s.power), s.model, time.monotonic())
+        self.state = State(self.worker, s.power, s.model, time.monotonic())
         self.grammars = Grammars(self.worker.engine)
 
     # answers

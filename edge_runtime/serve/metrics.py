@@ -5,6 +5,7 @@ Invariant: a figure that is not known is left out, never 0. Energy is what the n
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from edge_runtime.decode.memory import peak_rss_bytes
-from edge_runtime.errors import BitnestError
 from edge_runtime.power.meter import open_source
-from edge_runtime.power.source import Sample, Source
+from edge_runtime.power.source import PowerUnavailable, Sample, Source
 from edge_runtime.serve.worker import Worker
+
+log = logging.getLogger(__name__)
 
 LONGEST_GAP_S = 5.0  # between two readings whose energy is still counted
 INTERVAL_S = 0.25
@@ -51,17 +53,19 @@ GAUGES = (
 class Power:
     """Readings of a rail, added up; nothing grows with time."""
 
-    def __init__(self, source: str = "auto") -> None:
-        """source: of `power.meter.open_source`; where there is none, `why` says so."""
-        self.why, self.joules = "", 0.0
+    def __init__(self, source: str) -> None:
+        """source: of `power.meter.open_source`. Raises what that does, but for `auto` without a
+        source, which is told once."""
+        self.joules = 0.0
         self.latest: Sample | None = None
         self._lock = threading.Lock()
         self._source: Source | None = None
         try:
-            self._source, why = open_source(source, interval_s=INTERVAL_S)
-            self.why = "; ".join(why)
-        except BitnestError as error:
-            self.why = error.message
+            self._source, _ = open_source(source, interval_s=INTERVAL_S)
+        except PowerUnavailable as error:
+            if source != "auto":
+                raise
+            log.info("no watts and joules in /metrics: %s", error.message)
 
     @property
     def rail(self) -> str:

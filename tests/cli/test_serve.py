@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from click.testing import CliRunner
 from edge_runtime.cli.app import app
 from edge_runtime.cli.serve import api_key, is_loopback
 from edge_runtime.errors import CheckpointError, UsageError
+from edge_runtime.power import PowerUnavailable
+from edge_runtime.serve.metrics import Power
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,38 @@ def test_a_port_that_is_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         port = str(taken.getsockname()[1])
         _, error = run(str(model), "--port", port, "--backend", "reference")
     assert f"cannot listen on 127.0.0.1 port {port}" in error
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (("--power-source", "foo"), "unknown power source 'foo'"),
+    (("--power-source", "replay:/nonexistent"), "/nonexistent"),
+    (("--name", "a\udcff"), "expected printable characters, got 'a\\udcff'"),
+    (("--name", "a\nb"), "expected printable characters"),
+    (("--name", ""), "expected printable characters, got ''"),
+])  # fmt: skip
+def test_what_is_refused_before_a_model_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("edge_runtime.cli.serve.open_checkpoint", None)
+    assert says in run(str(model), "--port", "0", *options)[1]
+
+
+def test_a_folder_whose_name_cannot_be_told(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    shutil.copytree(model, folder)
+    assert "expected printable characters" in run(str(folder), "--port", "0")[1]
+
+
+def test_no_power_source(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is there it is told; one that was named has to be there."""
+    monkeypatch.setattr("edge_runtime.power.meter.AUTO", ())
+    with caplog.at_level(logging.INFO):
+        assert Power("none").rail == ""
+        assert caplog.text == ""
+        assert Power("auto").rail == ""
+    assert "no watts and joules in /metrics: no source of power readings" in caplog.text
+    with pytest.raises(PowerUnavailable):
+        Power("jtop")
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

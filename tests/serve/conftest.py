@@ -54,7 +54,7 @@ def serve() -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def start(engine: Any, drain_s: int = 20, **settings: Any) -> Running:
-        chosen = Settings(**({"model": MODEL, "power": "none"} | settings))
+        chosen = Settings(**({"model": MODEL} | settings))
         worker = Worker(engine, chosen.max_queue)
         server = HttpServer(worker, chosen, drain_s)
         [listener] = bind("127.0.0.1", 0)

@@ -135,9 +135,11 @@ def _converse(
 
 def turn_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an answer from those of the command line. Raises UsageError."""
+    from edge_runtime.decode.arguments import MAX_NEW_TOKENS, whole_number
+
     sampled = {name.replace("-", "_"): value for name, value in values.items()}
-    new_tokens = sampled.pop("new_tokens")
-    return {"max_new_tokens": new_tokens, "sampling": make_sampling(**sampled)}
+    most = whole_number("new-tokens", sampled.pop("new_tokens"), 1, MAX_NEW_TOKENS)
+    return {"max_new_tokens": most, "sampling": make_sampling(**sampled)}
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:

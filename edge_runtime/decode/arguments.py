@@ -17,6 +17,7 @@ from edge_runtime.errors import UsageError, cut
 from edge_runtime.plan.footprint import Layout
 
 MAX_THREADS = 256
+MAX_NEW_TOKENS = 1 << 24  # that a server or a chat takes; no context is as long
 MAX_DIGITS = 18  # of a number that means something
 
 

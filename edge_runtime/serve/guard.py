@@ -7,6 +7,7 @@ come back.
 from __future__ import annotations
 
 import hmac
+import re
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from edge_runtime.errors import BitnestError
 from edge_runtime.serve import replies
 
 RETRY_S = 5  # where nothing better is known
+HOST = re.compile(r"(\[[^]]*\]|[^:@\[\]]*)(?::\d*)?")  # RFC 9110, 7.2
 CURED = (429, 503)  # statuses of what time cures
 
 
@@ -88,10 +90,9 @@ class Guard:
 
 
 def _name(host: str) -> str:
-    """Without the port."""
-    if host.startswith("["):
-        return host[: host.find("]") + 1].lower()
-    return host.split(":")[0].lower()
+    """Without the port; nothing of what is no name with a port."""
+    found = HOST.fullmatch(host)
+    return found[1].lower() if found else ""
 
 
 class Intake:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw
 
+from edge_runtime.decode.arguments import MAX_NEW_TOKENS
 from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
 from edge_runtime.decode.sampling import Sampling
 from edge_runtime.errors import UsageError
@@ -36,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Count = Annotated[int, Meta(ge=1, le=MAX_NEW_TOKENS)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**63 - 1})]
 NOT_READ: Any = msgspec.field(default_factory=Raw)
 Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
@@ -245,4 +246,7 @@ def decode(kind: type[Any], body: bytes) -> Any:
     except msgspec.ValidationError as error:
         raise UsageError(f"the request is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"the request is not JSON: {error}") from None
+        why = str(error)
+        if "truncated" in why:  # msgspec says so of both
+            why = "it ends too early, or a text in it ends with half of a surrogate pair"
+        raise UsageError(f"the request is not JSON: {why}") from None

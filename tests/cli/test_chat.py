@@ -78,6 +78,7 @@ def test_settings_are_the_command_lines(tmp_path: Path) -> None:
     for name, text in (
         ("temp", "hot"), ("temp", "-1"), ("temp", "nan"), ("top-p", "0"), ("top-p", "1.5"),
         ("top-k", "1.5"), ("seed", "-1"), ("seed", str(2**64)), ("new-tokens", "0"),
+        ("new-tokens", "1" + "0" * 24),
         ("min-p", "2"), ("repetition-penalty", "0"), ("presence-penalty", "inf"),
     ):  # fmt: skip
         with pytest.raises(UsageError) as caught:

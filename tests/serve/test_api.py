@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_runtime import Engine, Sampling
-from edge_runtime.errors import ContextError
+from edge_runtime.errors import ContextError, UsageError
 from edge_runtime.serve import replies, wire
 
 from .conftest import MODEL, Running
@@ -240,6 +240,8 @@ def test_bodies_that_are_none(running: Running, body: bytes) -> None:
         got = raw(running, path, body)
         assert got.status_code == 400
         assert got.json()["error"]["type"] == "invalid_request_error"
+    with pytest.raises(UsageError, match="half of a surrogate pair"):
+        wire.decode(wire.ChatRequest, json.dumps(GREEDY | {"user": "\ud800"}).encode())
 
 
 def test_fields_that_ask_for_nothing(running: Running) -> None:
@@ -353,6 +355,7 @@ def test_the_key(engine: Engine, serve: Callable[..., Running]) -> None:
 @pytest.mark.parametrize(("host", "status"), [
     ("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:8080", 200), ("evil.example", 403),
     ("localhost.evil.example", 403), ("", 403),
+    ("127.0.0.1:80@evil.example", 403), ("localhost:http", 403), ("[::1]evil.example", 403),
 ])  # fmt: skip
 def test_names_of_the_host(running: Running, host: str, status: int) -> None:
     """A page of another site that had its name point here gets nothing."""

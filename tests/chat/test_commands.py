@@ -153,48 +153,6 @@ def test_save_and_load(engine: Engine, type_: Say, tmp_path: Path) -> None:
     assert "another model: tiny" in type_(other, f"/load {path}")
 
 
-EVIL, SHOWN = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\rx", "␛]0;PWNED␇␛[2J␡31m␍x"
-
-
-def test_nothing_of_a_file_reaches_the_terminal_raw(
-    engine: Engine, type_: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A saved chat is another's text: its system prompt, its model's name, its messages; so are
-    the names of files, and an error that quotes them."""
-    document = {
-        "format": "bitnest-edge chat",
-        "version": 1,
-        "model": {"name": EVIL, "sha256": EVIL},
-        "system": EVIL,
-        "thinking": None,
-        "settings": {},
-        "messages": [{"role": r, "content": EVIL} for r in ("user", "assistant")],
-    }
-    (tmp_path / f"{EVIL}.json").write_text(json.dumps(document))
-    (tmp_path / EVIL).mkdir()
-    monkeypatch.chdir(tmp_path)
-    repl = make_repl(engine)
-    monkeypatch.setattr(repl.energy, "why", EVIL)
-    lines = (
-        f"/load {EVIL}.json", "/system", "/context", "/power", f"/save {EVIL}", f"/save {EVIL}.txt",
-        "hello", "/stats", "/undo", "/undo", f"/set {EVIL} 1", "/think " + EVIL,
-    )  # fmt: skip
-    said = type_(repl, *lines)
-    assert "Loaded 1 turn" in said
-    assert f"Saved 1 turn to {SHOWN}.txt" in said
-    assert said.count(SHOWN) >= 5
-    repl._throttle.look = lambda: [EVIL]  # type: ignore[method-assign]
-    repl.run()
-
-    def bug(_: str) -> None:
-        raise ValueError(EVIL)
-
-    repl._commands._known["help"] = bug
-    monkeypatch.setenv("BITNEST_DEBUG", "1")
-    said += type_(repl, "/help")
-    assert [c for c in said if not c.isprintable() and c != "\n"] == []
-
-
 def test_a_load_that_fails_changes_nothing(engine: Engine, type_: Say, tmp_path: Path) -> None:
     repl, path = make_repl(engine), tmp_path / "chat.json"
     type_(repl, "hello", f"/save {path}")

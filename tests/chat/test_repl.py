@@ -16,7 +16,6 @@ from edge_runtime.chat import render
 from edge_runtime.chat.interrupt import StopOnInterrupt
 from edge_runtime.decode.request import Result, Token
 from edge_runtime.errors import NumericError
-from edge_runtime.log import printable
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +183,6 @@ def test_figures() -> None:
     )
     stopped = Result(prompt_tokens=5, context_max=8, finish_reason="cancelled")
     assert render.figures(stopped) == "0 tok · no drafting · cached 0 / new 5 · ctx 5/8 · stopped"
-
-
-def test_a_terminal_gets_no_control_characters() -> None:
-    assert printable("a\x1b[31m\x9b\tb\n\x7f") == "a␛[31m␡\tb\n␡"
-    assert printable("👩\u200d👧 é\u00a0x") == "👩\u200d👧 é\u00a0x"
 
 
 def test_a_held_back_end_is_shown(capsys) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 
-from edge_runtime import cli, errors, log
+from edge_runtime import cli, errors
 from edge_runtime.cli import options
 from edge_runtime.cli.app import COMMANDS, app
 from edge_runtime.cli.pull import ProgressLine
@@ -155,24 +154,6 @@ def test_an_error_is_bounded_and_printable() -> None:
     assert error.message.startswith("aaa")
     assert error.message.endswith("bbb")
     assert error.hint.isprintable()
-
-
-def test_the_log_keeps_control_characters_from_a_terminal(monkeypatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    seen = Terminal()
-    log.configure(stream=seen)
-    logger = logging.getLogger("edge_runtime.cli")
-    logger.info("a %s", "\x1b]0;x\x07\tb")
-    logger.info("quiet\x1b[0m", extra={"quiet": True})
-    logger.warning("%s", Path("\x9b2J"))
-    assert seen.getvalue().splitlines() == [
-        "a ␛]0;x␇\tb", "\x1b[2mquiet␛[0m\x1b[0m", "\x1b[33mwarning:\x1b[0m ␡2J"
-    ]  # fmt: skip
 
 
 def test_help_lists_every_command(capsys) -> None:

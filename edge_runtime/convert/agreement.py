@@ -39,12 +39,18 @@ class HeldOut:
         self._length = original[0].shape[0]
         self._states = {v: list(original if v == "original" else quantised) for v in VIEWS}
 
-    def layer(self, fused: FusedLayer, backend: FloatBackend, nested: Mapping[str, Nested]) -> None:
-        """Move all views through one layer; nested and backend name its linears "layers.0.…"."""
+    def layer(
+        self,
+        fused: FusedLayer,
+        backend: FloatBackend,
+        nested: Mapping[str, Nested],
+        norms: dict[str, Tensor],
+    ) -> None:
+        """Move all views through one layer; nested, norms (of heads, as they are kept) and backend
+        name what they hold "layers.0.…"."""
         layers.advance(backend, layer_program(self._spec, 0, "fp"), self._states["original"])
         G = next(iter(nested.values())).group_size
         weights, biases = layers.matrices(fused, "layers.0.")
-        norms = layers.head_norms(fused, "layers.0.")
 
         def advance(name: str, view: Literal["w8", "w4"], made: dict[str, ExactLinear]) -> None:
             quantised = layers.quantised_layer(

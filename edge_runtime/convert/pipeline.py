@@ -28,7 +28,7 @@ from edge_runtime.convert import device as devices
 from edge_runtime.convert import layer as layers
 from edge_runtime.convert import resources
 from edge_runtime.convert.agreement import HeldOut
-from edge_runtime.convert.balance import BALANCE, balanced
+from edge_runtime.convert.balance import BALANCE, balanced, balanced_keys
 from edge_runtime.convert.calibrate import (
     BUNDLED,
     WINDOW,
@@ -285,20 +285,27 @@ class Conversion:
             for name in layers.matrices(fused, local)[0]:
                 full = p + name.removeprefix(local)
                 nested[name] = Nested.from_planes(planes, full, self.recipe.group_size, self.device)
+            norms = {
+                n: torch.from_numpy(planes[p + n.removeprefix(local)])
+                for n in layers.head_norms(fused, local)
+            }
         else:
             rows = []
-            down = local + "down"
-            even, H_down = balanced(fused, hessians.take(down), self.options.balance)
+            taken = {local + n: hessians.take(local + n) for n in ("qkv", "down")}
+            power, down = self.options.balance, local + "down"
+            even = balanced_keys(fused, taken[local + "qkv"], self.spec) if power else fused
+            even, taken[down] = balanced(even, taken[down], power)
             weights, biases = layers.matrices(even, local)
             for name, W in weights.items():
                 full = p + name.removeprefix(local)
-                H = H_down if name == down else hessians.take(name)
+                H = taken.pop(name) if name in taken else hessians.take(name)
                 nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full)
                 rows.append(row)
-            norms = {n: w.cpu().numpy() for n, w in layers.head_norms(fused, p).items()}
+            norms = layers.head_norms(even, local)
             matrices = {p + n.removeprefix(local): m for n, m in nested.items()}
-            self._save(shard, matrices, norms, rows)
-        checked.layer(fused, backend, nested)
+            kept = {p + n.removeprefix(local): w.cpu().numpy() for n, w in norms.items()}
+            self._save(shard, matrices, kept, rows)
+        checked.layer(fused, backend, nested, norms)
         return not done
 
     def _head(self, states: list[Tensor], checked: HeldOut) -> fmt.Agreement:

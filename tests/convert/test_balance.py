@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from random_weights import random_spec
 
 from edge_runtime.convert import quantize
-from edge_runtime.convert.balance import balanced
+from edge_runtime.convert.balance import balanced, balanced_keys
 from edge_runtime.convert.rotate import FusedLayer
-from edge_runtime.kernels.reference.numeric import quantise, silu_mul
+from edge_runtime.format.spec import ModelSpec
+from edge_runtime.kernels.reference.numeric import quantise, rms_norm, silu_mul
 
 H, F, ROWS = 48, 70, 200
 
@@ -83,3 +85,86 @@ def test_nothing_where_nothing_is_known() -> None:
     for field in dataclasses.fields(FusedLayer):
         a, b = getattr(one, field.name), getattr(even, field.name)
         assert a is b or torch.equal(a, b)
+
+
+# ---- keys
+
+
+def attention_layer(spec: ModelSpec, planted: float = 1.0) -> FusedLayer:
+    """Random matrices; the keys of pairs 1 and 4 of KV head 1 are `planted` times as large and the
+    queries that meet them as small, or those of the norms of all heads."""
+    g = torch.Generator().manual_seed(5)
+    D, group = spec.head_dim, spec.group
+    dims = torch.tensor([1, 4, 1 + D // 2, 4 + D // 2])
+    q = torch.randn(spec.num_heads, D, spec.hidden_size, generator=g)
+    k = torch.randn(spec.num_kv_heads, D, spec.hidden_size, generator=g)
+    v = torch.randn(spec.num_kv_heads, D, spec.hidden_size, generator=g)
+    bias = torch.randn(spec.num_heads + 2 * spec.num_kv_heads, D, generator=g)
+    norms = torch.ones(2, D)
+    if spec.qk_norm:
+        norms[0, dims] /= planted
+        norms[1, dims] *= planted
+    else:
+        heads = slice(group, 2 * group)  # those of KV head 1
+        q[heads, dims] /= planted
+        bias[heads, dims] /= planted
+        k[1, dims] *= planted
+        bias[spec.num_heads + 1, dims] *= planted
+    none = torch.zeros(1, 1)
+    return FusedLayer(
+        qkv=torch.cat([q, k, v]).flatten(0, 1), qkv_bias=bias.ravel() if spec.qkv_bias else None,
+        o=none, o_bias=None, gate_up=none, gate_up_bias=None, down=none, down_bias=None,
+        q_norm=norms[0] if spec.qk_norm else None, k_norm=norms[1] if spec.qk_norm else None,
+    )  # fmt: skip
+
+
+KINDS = {
+    "plain": random_spec(num_heads=6, num_kv_heads=3, head_dim=10, hidden_size=40),
+    "biases": random_spec(num_heads=6, num_kv_heads=3, head_dim=10, hidden_size=40, qkv_bias=True),
+    "norms": random_spec(
+        architecture="qwen3", num_heads=6, num_kv_heads=3, head_dim=10, hidden_size=40, qk_norm=True
+    ),
+}
+
+
+def products(spec: ModelSpec, one: FusedLayer, x: torch.Tensor) -> torch.Tensor:
+    """q · k of every row with every other, per query head, without RoPE (which turns pairs)."""
+    y = torch.nn.functional.linear(x, one.qkv, one.qkv_bias).unflatten(1, (-1, spec.head_dim))
+    q, k, _ = y.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+    if one.q_norm is not None and one.k_norm is not None:
+        q, k = rms_norm(q, 1e-6) * one.q_norm, rms_norm(k, 1e-6) * one.k_norm
+    return torch.einsum("mhd,nhd->hmn", q, k.repeat_interleave(spec.group, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("planted", [4.0, 16.0])
+def test_outliers_in_keys_are_taken_back_to_the_bit(kind: str, planted: float) -> None:
+    spec = KINDS[kind]
+    usual, with_outliers = attention_layer(spec), attention_layer(spec, planted)
+    even = balanced_keys(with_outliers, torch.eye(spec.hidden_size), spec)
+    for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+        a, b = getattr(usual, name), getattr(even, name)
+        assert (a is b is None) or torch.equal(a, b), name
+    x = torch.randn(7, spec.hidden_size, generator=torch.Generator().manual_seed(2))
+    # the products of outliers are the same numbers, added in the same order
+    assert torch.equal(products(spec, even, x), products(spec, with_outliers, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_without_outliers_stay(kind: str) -> None:
+    spec = KINDS[kind]
+    one = attention_layer(spec, 2.0)  # not enough to matter
+    even = balanced_keys(one, torch.eye(spec.hidden_size), spec)
+    for field in dataclasses.fields(FusedLayer):
+        a, b = getattr(one, field.name), getattr(even, field.name)
+        assert a is b or torch.equal(a, b)
+
+
+def test_dead_keys_and_queries() -> None:
+    spec = KINDS["plain"]
+    one = attention_layer(spec)
+    one.qkv[3] = one.qkv[8] = 0  # a pair of query head 0
+    one.qkv[13] = one.qkv[18] = 0  # and of the other head of its group
+    even = balanced_keys(one, torch.eye(spec.hidden_size), spec)
+    assert torch.equal(even.qkv, one.qkv)
+    assert torch.equal(balanced_keys(one, torch.zeros(40, 40), spec).qkv, one.qkv)

@@ -18,7 +18,8 @@ Letters: M rows, H hidden, K/N in/out features, G group, D head dim, T cached to
     norm       y = x · (1 / sqrt(Σx² / H + eps)); weights are folded into the next linear
     silu·mul   e = exp(-|g|); s = (g >= 0 ? 1 : e) / (1 + e); y = (g · s) · u
     rope       (a, b) -> (a·cos - b·sin, b·cos + a·sin) on pairs (i, i + D/2)
-    KV write   s = fp16(max|x| / (7 + 7/16)) rounded up, at most 65504; q4 = clamp(rne(x / s), -8, 7);
+    KV write   s = fp16(max|x| / (7 + 7/16)) rounded up, at most 65504;
+               q4 = clamp(rne(x / s), -8, 7);
                q_r = clamp(rne((x - q4·s) / (s / 16)), -8, 7), 0…7 where q4 = -8
     attention  per query head: q quantised to int8 (scale qs); per absolute block of 64 tokens
                s[t] = (fp32(q · k[t]) · (qs · 1/√D)) · (ks[t] / 16);  mb = max s;  p = exp(s - mb)
@@ -28,8 +29,8 @@ Letters: M rows, H hidden, K/N in/out features, G group, D head dim, T cached to
                k[t], v[t] are 16·q4 + q_r for t >= full_from, 16·q4 before it
     argmax     the lowest index among equal maxima, among the first `num_tokens`; NaN is an error
 
-Two things go beyond the design. The integer PV sum (it allows float products): with it attention too
-is independent of order, of M and of chunking on every backend. The scale of K and V: the paper's
+Two things go beyond the design. The integer PV sum (it allows float products): with it attention
+too is independent of order, of M and of chunking on every backend. The scale of K and V: the paper's
 max|x| / 7 leaves unused what base and refinement reach together; tools/LOG.md has the figures.
 """
 

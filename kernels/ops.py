@@ -30,8 +30,8 @@ Letters: M rows, H hidden, K/N in/out features, G group, D head dim, T cached to
     argmax     the lowest index among equal maxima, among the first `num_tokens`; NaN is an error
 
 Two things go beyond the design. The integer PV sum (it allows float products): with it attention
-too is independent of order, of M and of chunking on every backend. The scale of K and V: the paper's
-max|x| / 7 leaves unused what base and refinement reach together; tools/LOG.md has the figures.
+too is independent of order, of M and of chunking on every backend. The scale of K and V: the
+paper's max|x| / 7 leaves unused what base and refinement reach together; figures: tools/LOG.md.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def parse_bound(text: str) -> float | None:
     default=0.5,
     show_default=True,
     metavar="F",
-    help="How far the inputs of a feed-forward's second matrix are evened out; 0: neither these nor "
-    "keys that stand out.",
+    help="How far the inputs of a feed-forward's second matrix are evened out; 0: neither these "
+    "nor keys that stand out.",
 )
 @click.option(
     "--calib",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.errors import ContextError
+from edge_runtime.serve.metrics import Power
 from edge_runtime.serve.worker import Job
 
 from .chromium import Page
@@ -171,7 +172,7 @@ def test_gauges_move(speaker: Speaker, serve: Serve, visit: Visit, tmp_path: Pat
     log = tmp_path / "board.log"
     log.write_text("".join(BOARD.format(mw=8000 + 40 * i) for i in range(200)))
     speaker.pace_s = 0.03
-    page = visit(serve(speaker, power=f"replay:{log}"), width=390, height=844)
+    page = visit(serve(speaker, power=Power(f"replay:{log}")), width=390, height=844)
     page.click("summary")
     assert page.js("$('g-speed').innerText") == "unknown\nno answer yet"
     page.until("$('g-power').innerText.includes('W')")

@@ -140,7 +140,7 @@ def test_the_plan_holds_what_the_steps_do(tmp_path: Path) -> None:
     with OtherDevice() as device:
         made = conversion(tmp_path, "out", DEVICE, calibration_tokens=1024)
         made.run()
-    planned = resources.device_bytes(made.spec, 1024) - resources.SCRATCH_BYTES
+    planned = resources.device_bytes(made.spec, 1024) - 1.1 * resources.SCRATCH_BYTES
     assert 0.4 * planned < device.peak_bytes < 0.95 * planned
 
 

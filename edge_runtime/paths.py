@@ -50,6 +50,14 @@ def usable(path: str | os.PathLike[str]) -> Path:
     return Path(text)
 
 
+def not_written(path: Path, error: OSError, hint: str) -> BitnestError:
+    """Return what to raise where a file cannot be written: there is no room, or it is not ours."""
+    reason = error.strerror or str(error)
+    if error.errno in FULL:
+        return BudgetError(f"{path}: no room on the disk: {reason}", "free some space")
+    return UsageError(f"{path}: cannot write there: {reason}", hint)
+
+
 def cache_error(folder: Path, error: OSError, setting: str = "BITNEST_CACHE") -> BitnestError:
     """Return what to raise when a cache folder refuses a file: it is full, or not ours."""
     reason = error.strerror or str(error)

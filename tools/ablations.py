@@ -141,7 +141,9 @@ def run(arguments: str, stem: Path) -> dict[str, Any]:
     words = [*arguments.split("\0"), "--json"]
     if words[0] == "eval":
         words += ["--resume", str(stem.with_suffix(".items"))]
-    done = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
     document = done.stdout.splitlines()[-1]
     stem.with_suffix(".json").write_text(document)
     found: dict[str, Any] = json.loads(document)
@@ -165,7 +167,8 @@ def cell(what: str | Ours, rows: Sequence[dict[str, Any]]) -> str:
         return what
     for row in rows:
         if (
-            (row["view"], row["metric"]) == (what.view, what.metric)
+            row["value"] is not None
+            and (row["view"], row["metric"]) == (what.view, what.metric)
             and row.get("against") == what.against
             and what.workload in (None, row["workload"])
         ):
@@ -222,17 +225,25 @@ def memory(values: dict[str, str], out: Path) -> str:
 def main() -> int:
     """Parse the command line, run what is asked for, write tables.md."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("--original", required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join([*ABLATIONS, "memory"]))
-    parser.add_argument("--limit", default="8")
-    parser.add_argument("--paper-shape", default="llama-2-7b-32k")
+    names = [*ABLATIONS, "memory"]
+    parser.add_argument("model", help="a converted model")
+    parser.add_argument("--original", required=True, help="what it was converted from")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the evaluation's files")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for documents and tables.md"
+    )
+    parser.add_argument("--only", default=",".join(names), help="some of %(default)s")
+    parser.add_argument("--limit", type=int, default=8, help="rows, windows or prefixes of a file")
+    parser.add_argument("--paper-shape", default="llama-2-7b-32k", help="for the memory's table")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    if unknown := set(args.only.split(",")) - set(names):
+        parser.error(f"--only: expected some of {', '.join(names)}, got {sorted(unknown)[0]!r}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {args.out}: {error.strerror}")
     values = {"model": args.model, "original": args.original, "data": str(args.data)}
-    values |= {"limit": args.limit, "shape": args.paper_shape}
+    values |= {"limit": str(args.limit), "shape": args.paper_shape}
     sections = [
         memory(values, args.out) if name == "memory" else ablation(name, values, args.out)
         for name in args.only.split(",")

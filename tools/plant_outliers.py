@@ -11,6 +11,7 @@ what it was. What is left is what a quantiser of K makes of it (KVQuant, Hooper 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edge_runtime.errors import BitnestError, UsageError
 from edge_runtime.format.manifest import Manifest
 from edge_runtime.format.reader import Checkpoint
 from edge_runtime.format.writer import CheckpointWriter
+
+MOST = 1024  # times its neighbours
 
 
 def row_factors(manifest: Manifest, factor: float, pairs: int, layer: int) -> npt.NDArray[Any]:
@@ -44,12 +48,22 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=16)
     parser.add_argument("--pairs", type=int, default=2)
     args = parser.parse_args()
+    try:
+        plant(args)
+    except BitnestError as error:
+        sys.exit(f"error: {error}")
+
+
+def plant(args: argparse.Namespace) -> None:
+    """Write the model with outliers. Raises UsageError, CheckpointError."""
+    if np.frexp(args.factor)[0] != 0.5 or not 1 <= args.factor <= MOST:
+        raise UsageError(f"--factor: expected a power of two, 1 to {MOST}, got {args.factor:g}")
     checkpoint = Checkpoint(args.model)
     manifest = checkpoint.manifest
     if manifest.spec.qk_norm:
-        parser.error("expected a model without norms of heads, which would take the factor back")
-    if np.frexp(args.factor)[0] != 0.5:
-        parser.error(f"--factor: expected a power of two, got {args.factor:g}")
+        raise UsageError("expected a model without norms of heads: they would take the factor back")
+    if not 1 <= args.pairs <= (most := manifest.spec.head_dim // 2):
+        raise UsageError(f"--pairs: expected 1 to {most}, got {args.pairs}")
     writer = CheckpointWriter(args.out, f"outliers {args.factor} {args.pairs} {args.model}")
     shards: dict[str, dict[str, npt.NDArray[Any]]] = {}
     for name, plane in manifest.planes.items():

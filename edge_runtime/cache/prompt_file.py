@@ -27,8 +27,6 @@ import numpy.typing as npt
 
 from edge_runtime.atomic import PRIVATE, open_regular, whole_file
 from edge_runtime.errors import (
-    BitnestError,
-    BudgetError,
     CheckpointError,
     UsageError,
     cut,
@@ -36,7 +34,7 @@ from edge_runtime.errors import (
 )
 from edge_runtime.format.lfs import refuse_pointer
 from edge_runtime.kernels.ops import Cache, Geometry
-from edge_runtime.paths import FULL
+from edge_runtime.paths import not_written
 
 FORMAT = "bitnest-prompt-cache"
 VERSION = "1"
@@ -89,7 +87,7 @@ def save(
             file.seek(0)
             file.write(_head(bound, ids, planes, digest.hexdigest()))
     except OSError as error:
-        raise _not_written(path, error) from None
+        raise not_written(path, error, ELSEWHERE) from None
 
 
 def check_writable(path: Path) -> None:
@@ -284,10 +282,3 @@ def _ids(text: str, num_tokens: int, path: Path) -> list[int]:
     ):
         raise CheckpointError(f"{path}: its token ids are none of this model's", BEGIN_AGAIN)
     return ids
-
-
-def _not_written(path: Path, error: OSError) -> BitnestError:
-    reason = error.strerror or str(error)
-    if error.errno in FULL:
-        return BudgetError(f"{path}: no room on the disk: {reason}", "free some space")
-    return UsageError(f"{path}: cannot write there: {reason}", ELSEWHERE)

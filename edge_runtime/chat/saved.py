@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from edge_runtime.atomic import PRIVATE, open_regular, write_atomic
-from edge_runtime.errors import BudgetError, CheckpointError, UsageError, cut
-from edge_runtime.paths import FULL
+from edge_runtime.errors import CheckpointError, UsageError, cut
+from edge_runtime.paths import not_written
 
 FORMAT = "bitnest-edge chat"
 VERSION = 1
@@ -60,10 +60,8 @@ def save(path: Path, chat: SavedChat) -> None:
     try:
         write_atomic(path, text, PRIVATE)
     except OSError as error:
-        reason = f"{path}: cannot write there: {error.strerror or error}"
-        if error.errno in FULL:
-            raise BudgetError(reason, "free some space, or give another file") from None
-        raise UsageError(reason, "give a file in a folder that is there and is yours") from None
+        hint = "give a file in a folder that is there and is yours"
+        raise not_written(path, error, hint) from None
 
 
 def load(path: Path) -> SavedChat:

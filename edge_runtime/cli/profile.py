@@ -33,6 +33,7 @@ from edge_runtime.errors import (
     UsageError,
     cut,
 )
+from edge_runtime.paths import not_written
 
 if TYPE_CHECKING:
     from edge_runtime.format.manifest import Manifest
@@ -311,7 +312,7 @@ def _make_folder(out: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise BudgetError(f"{out}: cannot write there: {error.strerror or error}") from None
+        raise not_written(out, error, "give another --out DIR") from None
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
@@ -323,4 +324,4 @@ def _write(out: Path, document: dict[str, Any]) -> None:
         write_atomic(out / "profile.json", text.encode("utf-8", "replace"))
         write_atomic(out / "report.html", html.page(document).encode("utf-8", "replace"))
     except OSError as error:
-        raise BudgetError(f"{out}: cannot write there: {error.strerror or error}") from None
+        raise not_written(out, error, "give another --out DIR") from None

@@ -56,7 +56,8 @@ def calibration_documents(file: Path | None) -> list[Any]:
 def calibration_text(file: Path) -> str:
     """Read a calibration file whole. Raises CheckpointError."""
     if not file.is_file():
-        raise CheckpointError(f"{file}: calibration file not found")
+        found = ": it is a folder, a pipe or a device" if file.exists() else " not found"
+        raise CheckpointError(f"{file}: calibration file{found}")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise CheckpointError(f"{file}: calibration file is larger than 1 GiB")
     try:

@@ -51,6 +51,8 @@ class DataFile:
 
 def read(path: Path) -> DataFile:
     """Read a data file. Raises CheckpointError for what is none."""
+    if path.exists() and not path.is_file():  # a pipe may never end
+        raise CheckpointError(f"{path}: expected a file, got a folder, a pipe or a device")
     refuse_pointer(path)
     size = path.stat().st_size
     if size > MAX_BYTES:
@@ -85,12 +87,15 @@ def _printable(name: str) -> str:
 
 
 def _rows(text: str, path: Path) -> list[Row] | None:
-    """Return the objects of JSON lines or of a JSON array; None for other text."""
-    first = text.lstrip()
+    """Return the objects of JSON lines or of a JSON array; None for other text, whatever it begins
+    with, in a file whose name does not promise JSON."""
+    first, promised = text.lstrip(), path.suffix.lower() in (".json", ".jsonl")
     if first.startswith("["):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
+            if promised:
+                raise CheckpointError(f"{path}: not JSON") from None
             return None
         return value if value and all(isinstance(row, dict) for row in value) else None
     if not first.startswith("{"):
@@ -102,7 +107,7 @@ def _rows(text: str, path: Path) -> list[Row] | None:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if not rows:
+            if not rows and not promised:
                 return None  # a text that begins with a brace
             raise CheckpointError(f"{path}:{number}: not JSON") from None
         if not isinstance(row, dict):
@@ -116,7 +121,7 @@ def _unknown(path: Path, kinds: dict[str | None, Row]) -> CheckpointError:
         fields = cut(", ".join(kinds[None]), 80)
         return CheckpointError(
             f"{path}: expected rows with prompt, input, question, turns, conversations, messages "
-            f"or text, got {fields}",
+            f"or text, and something in them, got {fields}",
             "see bitnest-edge eval --help for the kinds of data",
         )
     return CheckpointError(

@@ -29,7 +29,7 @@ def row(
         "workload": workload,
         "view": view,
         "metric": metric,
-        "value": rounded(estimate.value),
+        "value": rounded(estimate.value) if estimate.n else None,  # nothing was measured
         "ci95": None if estimate.ci95 is None else [rounded(x) for x in estimate.ci95],
         "n": estimate.n,
         "items": estimate.items,
@@ -81,7 +81,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 r["workload"],
                 view,
                 metric,
-                f"{r['value']:.4g}",
+                "-" if r["value"] is None else f"{r['value']:.4g}",
                 interval,
                 str(r["n"]),
                 str(r["items"]),

@@ -163,6 +163,6 @@ def test_where_nothing_can_be_written_nothing_is_measured(
 ) -> None:
     (tmp_path / "file").write_text("")
     code, out, err = call("profile", tiny_checkpoint, *FAST, "--out", tmp_path / "file")
-    assert code == 3
+    assert code == 2  # 3 is a budget
     assert out == ""
     assert "cannot write there" in err

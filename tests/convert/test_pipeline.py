@@ -293,7 +293,7 @@ def test_impossible_options(tmp_path: Path) -> None:
 def test_calibration_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing\.txt: calibration file not found"):
         conversion(tmp_path, tmp_path / "out", calibration=tmp_path / "nothing.txt")
-    with pytest.raises(CheckpointError, match="not found"):
+    with pytest.raises(CheckpointError, match="calibration file: it is a folder"):
         conversion(tmp_path, tmp_path / "out", calibration=tmp_path)
     short = tmp_path / "short.txt"
     short.write_text("hello world")

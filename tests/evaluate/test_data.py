@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edge_runtime.errors import CheckpointError, UsageError
-from edge_runtime.evaluate import data
+from edge_runtime.evaluate import data, report
+from edge_runtime.evaluate.stats import share
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "How many?", "answer": "Two.\n#### 2"},
@@ -85,6 +87,7 @@ def test_texts(tmp_path: Path) -> None:
     assert (file.kind, file.name, file.text) == ("text", "wiki.test", " = Title = \n{not json}\n")
     path.write_text("{ a text that begins with a brace")
     assert data.read(path).kind == "text"
+    path = tmp_path / "rows.json"
     path.write_text(json.dumps([ROWS["gsm8k"]]))
     assert data.read(path).kind == "gsm8k"
 
@@ -103,6 +106,9 @@ def test_rows_as_a_text(tmp_path: Path) -> None:
         (b"\xff\xfe", "UTF-8"),
         (b'{"a": 1}\n', "got a"),
         (b'{"prompt": "x"}\nno json\n', ":2: not JSON"),
+        (b'{"question": "cut"\n', ":1: not JSON"),
+        (b'[{"prompt": "x"},', "f.jsonl: not JSON"),
+        (b'{"text": ""}\n', "something in them, got text"),
         (b'{"prompt": "x"}\n[1]\n', ":2: expected a JSON object"),
         (b'{"prompt": "x"}\n{"text": "y"}\n', "one kind, got prompts, text"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
@@ -120,6 +126,20 @@ def test_refusals(content: bytes, words: str, tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         data.read(tmp_path / "none.jsonl")
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes to never ends, a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match="expected a file, got"):
+            data.read(path)
+
+
+def test_nothing_measured_is_no_zero() -> None:
+    nothing = report.row("acceptance", "all", "4 base kv8", "acceptance", share([0], [0]))
+    assert (nothing["value"], nothing["ci95"], nothing["n"]) == (None, None, 0)
+    assert "acceptance      -" in "\n".join(report.lines({"rows": [nothing], "pairs": []}))
 
 
 def test_templates() -> None:

@@ -152,10 +152,10 @@ def test_a_device_without_a_bandwidth_has_no_speeds() -> None:
 
 
 def test_a_models_own_acceptance_is_used() -> None:
-    own = msgspec.structs.replace(MODEL, acceptance=0.9, acceptance_source="measured")
+    own = msgspec.structs.replace(MODEL, acceptance=0.95, acceptance_source="measured")
     board = device()
     found = plan(own, board, device_pool(board), context=2048).predicted
-    assert (found.acceptance, found.acceptance_source) == (0.9, "measured")
+    assert (found.acceptance, found.acceptance_source) == (0.95, "measured")
     assert found.decode_tok_s > planned(context=2048).predicted.decode_tok_s
 
 

@@ -60,8 +60,9 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CheckpointError, match="UTF-8"):
         calibration_documents(file)
-    with pytest.raises(CheckpointError, match="not found"):
-        calibration_documents(tmp_path)
+    for path in (tmp_path, Path("/dev/null")):
+        with pytest.raises(CheckpointError, match="calibration file: it is a folder, a pipe or a d"):
+            calibration_documents(path)
 
 
 def test_windows_are_cut_from_the_shuffled_stream() -> None:

@@ -61,7 +61,7 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="UTF-8"):
         calibration_documents(file)
     for path in (tmp_path, Path("/dev/null")):
-        with pytest.raises(CheckpointError, match="calibration file: it is a folder, a pipe or a d"):
+        with pytest.raises(CheckpointError, match="file: it is a folder, a pipe or a device"):
             calibration_documents(path)
 
 

@@ -132,6 +132,18 @@ class SelectRows:
 
 Op = Embed | NormQuantise | Quantise | Linear | RopeKv | Attention | SiluMulQuantise | SelectRows
 Program = tuple[Op, ...]
+# What a backend calls that runs them one by one. Names: methods bound to the object that holds them
+# would keep its tensors, past `close`, until a collection.
+METHODS: dict[type, str] = {
+    Embed: "_embed",
+    NormQuantise: "_norm_quantise",
+    Quantise: "_quantise",
+    Linear: "_linear",
+    RopeKv: "_rope_kv",
+    Attention: "_attention",
+    SiluMulQuantise: "_silu_mul_quantise",
+    SelectRows: "_select_rows",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ there; `convert_model` is also what first use of a known name runs.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import logging
 import resource
@@ -26,6 +25,7 @@ from edge_runtime.errors import (
     BudgetError,
     CheckpointError,
 )
+from edge_runtime.paths import FULL
 
 if TYPE_CHECKING:
     from edge_runtime.cli.progress import Progress
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from edge_runtime.format.manifest import Manifest
 
 log = logging.getLogger(__name__)
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +306,7 @@ def run_work(work: Callable[[Progress], Manifest], out: Path) -> Manifest:
 def _disk_error(error: Exception, out: Path, partial: Path) -> BitnestError:
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if number in _FULL or "No space left" in str(error):
+    if number in FULL or "No space left" in str(error):
         return BudgetError(
             f"disk: {partial} cannot grow: {reason}",
             "free some space and run the same command again: it continues",

@@ -269,6 +269,10 @@ class Conversion:
     def _layer(self, i: int, states: list[Tensor], checked: HeldOut) -> bool:
         """Take all states through a layer and return whether it had to be solved."""
         shard, p, local = f"layer-{i:03}", f"layers.{i}.", "layers.0."
+
+        def full(name: str) -> str:
+            return p + name.removeprefix(local)
+
         fused = self.fused_layer(i)
         backend = layers.float_layer(fused, self.spec, self._one, self._window)
         hessians = HessianSum()
@@ -283,12 +287,11 @@ class Conversion:
         if done:
             planes = self.writer.read_shard(shard)
             for name in layers.matrices(fused, local)[0]:
-                full = p + name.removeprefix(local)
-                nested[name] = Nested.from_planes(planes, full, self.recipe.group_size, self.device)
-            norms = {
-                n: torch.from_numpy(planes[p + n.removeprefix(local)])
-                for n in layers.head_norms(fused, local)
-            }
+                nested[name] = Nested.from_planes(
+                    planes, full(name), self.recipe.group_size, self.device
+                )
+            kept = layers.head_norms(fused, local)
+            norms = {n: torch.from_numpy(planes[full(n)]) for n in kept}
         else:
             rows = []
             taken = {local + n: hessians.take(local + n) for n in ("qkv", "down")}
@@ -297,14 +300,12 @@ class Conversion:
             even, taken[down] = balanced(even, taken[down], power)
             weights, biases = layers.matrices(even, local)
             for name, W in weights.items():
-                full = p + name.removeprefix(local)
                 H = taken.pop(name) if name in taken else hessians.take(name)
-                nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full)
+                nested[name], row = nest_matrix(W, biases.get(name), H, self.recipe, full(name))
                 rows.append(row)
             norms = layers.head_norms(even, local)
-            matrices = {p + n.removeprefix(local): m for n, m in nested.items()}
-            kept = {p + n.removeprefix(local): w.cpu().numpy() for n, w in norms.items()}
-            self._save(shard, matrices, kept, rows)
+            matrices = {full(n): m for n, m in nested.items()}
+            self._save(shard, matrices, {full(n): w.cpu().numpy() for n, w in norms.items()}, rows)
         checked.layer(fused, backend, nested, norms)
         return not done
 

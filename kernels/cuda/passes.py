@@ -83,19 +83,6 @@ class Pass:
     registers: dict[str, Any] = field(default_factory=dict)  # Tensor or Activation by name
 
 
-# names: bound methods in an object would keep its tensors, past `close`, until a collection
-_METHODS = {
-    ops.Embed: "_embed",
-    ops.NormQuantise: "_norm_quantise",
-    ops.Quantise: "_quantise",
-    ops.Linear: "_linear",
-    ops.RopeKv: "_rope_kv",
-    ops.Attention: "_attention",
-    ops.SiluMulQuantise: "_silu_mul_quantise",
-    ops.SelectRows: "_select_rows",
-}
-
-
 class Passes:
     """Launches programs over the weights of one model."""
 
@@ -130,7 +117,7 @@ class Passes:
             head.argmax(values, self.geometry.num_tokens, out=choice)
 
     def _launch_op(self, op: ops.Op, following: ops.Op | None, one: Pass) -> None:
-        getattr(self, _METHODS[type(op)])(op, one)
+        getattr(self, ops.METHODS[type(op)])(op, one)
 
     def put_rows(self, op: ops.Op, one: Pass) -> None:
         """Copy embedding rows from the host to where the first op would put them."""

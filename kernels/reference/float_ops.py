@@ -6,7 +6,6 @@ against transformers is the graph that ships. What it does not do: promise bits;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +65,8 @@ class FloatBackend:
     ) -> dict[str, Any]:
         """Run ops over given registers and return them."""
         for op in program:
-            registers[op.out] = _RUN[type(op)](self, op, registers, batch, cache)
+            run = getattr(self, ops.METHODS[type(op)])
+            registers[op.out] = run(op, registers, batch, cache)
         return registers
 
     def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
@@ -80,6 +80,17 @@ class FloatBackend:
         if batch.ids is None:
             return torch.from_numpy(batch.rows)
         return self.weights.embedding[torch.from_numpy(batch.ids)]
+
+    def _norm_quantise(
+        self, op: ops.NormQuantise, reg: dict[str, Any], _: ops.Batch, __: PlainCache
+    ) -> Tensor:
+        return numeric.rms_norm(reg[op.x], op.eps)
+
+    def _quantise(
+        self, op: ops.Quantise, reg: dict[str, Any], _: ops.Batch, __: PlainCache
+    ) -> Tensor:
+        x: Tensor = reg[op.x]
+        return x
 
     def _linear(self, op: ops.Linear, reg: dict[str, Any], _: ops.Batch, __: PlainCache) -> Tensor:
         y = torch.nn.functional.linear(
@@ -120,21 +131,14 @@ class FloatBackend:
         )
         return out[0].transpose(0, 1).flatten(1)
 
-    def _silu_mul(
+    def _silu_mul_quantise(
         self, op: ops.SiluMulQuantise, reg: dict[str, Any], _: ops.Batch, __: PlainCache
     ) -> Tensor:
         gate, up = reg[op.gate_up].chunk(2, -1)
         return numeric.silu_mul(gate, up)
 
-
-# beside the class, as in ops.py
-_RUN: dict[type, Callable[[FloatBackend, Any, dict[str, Any], ops.Batch, PlainCache], Tensor]] = {
-    ops.Embed: FloatBackend._embed,
-    ops.NormQuantise: lambda _s, op, reg, _b, _c: numeric.rms_norm(reg[op.x], op.eps),
-    ops.Quantise: lambda _s, op, reg, _b, _c: reg[op.x],
-    ops.Linear: FloatBackend._linear,
-    ops.RopeKv: FloatBackend._rope_kv,
-    ops.Attention: FloatBackend._attention,
-    ops.SiluMulQuantise: FloatBackend._silu_mul,
-    ops.SelectRows: lambda _s, op, reg, batch, _c: reg[op.x][-batch.num_logits :],
-}
+    def _select_rows(
+        self, op: ops.SelectRows, reg: dict[str, Any], batch: ops.Batch, _: PlainCache
+    ) -> Tensor:
+        x: Tensor = reg[op.x]
+        return x[-batch.num_logits :]

@@ -7,7 +7,7 @@ held as one fp32 number a weight).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class ReferenceBackend:
     ) -> dict[str, Any]:
         """Run ops over given registers and return them (conversion runs single layers this way)."""
         for op in program:
-            _RUN[type(op)](self, op, registers, batch, cache)
+            getattr(self, ops.METHODS[type(op)])(op, registers, batch, cache)
         return registers
 
     def relieve(self, cache: Any, length: int, *, running: bool = False) -> None:
@@ -244,21 +244,6 @@ class ReferenceBackend:
     ) -> None:
         x = reg[op.x]
         reg[op.out] = x[x.shape[0] - batch.num_logits :]
-
-
-# beside the class: methods bound to an object that holds them keep its tensors until a collection
-_RUN: dict[
-    type, Callable[[ReferenceBackend, Any, dict[str, Any], ops.Batch, NestedCache], None]
-] = {
-    ops.Embed: ReferenceBackend._embed,
-    ops.NormQuantise: ReferenceBackend._norm_quantise,
-    ops.Quantise: ReferenceBackend._quantise,
-    ops.Linear: ReferenceBackend._linear,
-    ops.RopeKv: ReferenceBackend._rope_kv,
-    ops.Attention: ReferenceBackend._attention,
-    ops.SiluMulQuantise: ReferenceBackend._silu_mul_quantise,
-    ops.SelectRows: ReferenceBackend._select_rows,
-}
 
 
 def attend(

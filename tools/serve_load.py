@@ -7,9 +7,10 @@ First each prompt is answered at a high temperature with a stop string out of th
 answer, streamed and whole: the same text, which ends before that string. Then one client asks
 alone, then all of them, then one again: a shared machine changes meanwhile. Each asks in a loop for
 the answer to a prompt with a mark of its own, streamed or not in turns, greedy: the same prompt has
-the same answer whoever asks and whenever. Meanwhile /health is asked, and the server's memory. Exit
-1: an answer was cut, mixed with another's or different; a status other than 200 and 429; /health
-took 100 ms or more; all together got less than 0.9 of the tokens a second that one got on average.
+the same answer whoever asks and whenever. Meanwhile a process of its own, which nothing here can
+hold up, asks /health, and for the server's memory. Exit 1: an answer was cut, mixed with another's
+or different; a status other than 200 and 429; /health took 100 ms or more; all together got less
+than 0.9 of the tokens a second that one got on average.
 The last line of stdout is one JSON document.
 """
 
@@ -18,10 +19,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
@@ -125,54 +130,83 @@ def joined(text: str) -> tuple[str, dict[str, int], bool]:
     return "".join(pieces), usage, ended and "data: [DONE]" in text
 
 
-async def clients(url: str, model: str, number: int, seconds: float, prompts: int) -> Seen:
-    """Run so many clients for so long; each ends the request it is at."""
+async def clients(
+    client: httpx.AsyncClient, model: str, number: int, seconds: float, prompts: int
+) -> Seen:
+    """Run so many clients for so long, each with a connection; each ends the request it is at."""
     seen, end = Seen(), time.monotonic() + seconds
 
     async def one(place: int) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            turn = 0
-            while time.monotonic() < end:
-                mark = (place + turn * number) % prompts
-                await ask(client, model, prompt_of(mark), (place + turn) % 2 == 0, seen)
-                turn += 1
+        turn = 0
+        while time.monotonic() < end:
+            mark = (place + turn * number) % prompts
+            await ask(client, model, prompt_of(mark), (place + turn) % 2 == 0, seen)
+            turn += 1
 
     await asyncio.gather(*map(one, range(number)))
     return seen
 
 
-async def health(url: str, waits: list[float], rss: list[int]) -> None:
-    """Ask /health ten times a second until cancelled, and now and then the memory."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        while True:
+def ask_health(url: str, told: Connection) -> None:
+    """Ask /health ten times a second until something is told, now and then the memory; send both.
+
+    Sent: seconds of each answer, and the server's bytes.
+    """
+    waits: list[float] = []
+    rss: list[int] = []
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not told.poll(0.1):
             if len(waits) % 20 == 0:
-                gauges = (await client.get("/metrics", params={"format": "json"})).json()
+                gauges = client.get("/metrics", params={"format": "json"}).json()
                 rss.append(gauges["rss_bytes"])
             started = time.perf_counter()
-            (await client.get("/health")).raise_for_status()
+            client.get("/health").raise_for_status()
             waits.append(time.perf_counter() - started)
-            await asyncio.sleep(0.1)
+    told.send((waits, rss))
+
+
+@contextmanager
+def watched(url: str) -> Iterator[dict[str, Any]]:
+    """Ask /health meanwhile; at the end the document has what it took, and the memory."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=ask_health, args=(url, there), daemon=True)
+    process.start()
+    there.close()
+    document: dict[str, Any] = {}
+    yield document
+    here.send("end")
+    waits, rss = here.recv()
+    process.join()
+    waits.sort()
+    document["rss_mib"] = {"first": rss[0] >> 20, "most": max(rss) >> 20, "last": rss[-1] >> 20}
+    document["health_s"] = {
+        "asked": len(waits),
+        "median": statistics.median(waits),
+        "p99": waits[int(0.99 * len(waits))],
+        "worst": waits[-1],
+    }
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One client, then all; the document."""
-    async with httpx.AsyncClient(base_url=options.url) as client:
-        client.timeout = httpx.Timeout(600)
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        compared = await streams(client, model, options.prompts)
-    waits: list[float] = []
-    rss: list[int] = []
-    asking = asyncio.create_task(health(options.url, waits, rss))
+    # One pool for all: a client of its own costs each 30 ms of this process to make.
+    client = httpx.AsyncClient(
+        base_url=options.url, timeout=600, limits=httpx.Limits(max_connections=None)
+    )
     speeds: dict[str, float] = {}
     found: list[Seen] = []
-    for name, number, seconds in (
-        ("before", 1, options.seconds / 6), ("together", options.clients, options.seconds),
-        ("after", 1, options.seconds / 6),
-    ):  # fmt: skip
-        started = time.monotonic()
-        found.append(await clients(options.url, model, number, seconds, options.prompts))
-        speeds[name] = found[-1].tokens / (time.monotonic() - started)
-    asking.cancel()
+    async with client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        compared = await streams(client, model, options.prompts)
+        with watched(options.url) as watch:
+            for name, number, seconds in (
+                ("before", 1, options.seconds / 6), ("together", options.clients, options.seconds),
+                ("after", 1, options.seconds / 6),
+            ):  # fmt: skip
+                started = time.monotonic()
+                found.append(await clients(client, model, number, seconds, options.prompts))
+                speeds[name] = found[-1].tokens / (time.monotonic() - started)
     before, together, after = found
     differing = [
         prompt
@@ -190,12 +224,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tok_s": speeds,
         "of_one_client": 2 * speeds["together"] / (speeds["before"] + speeds["after"]),
         "wait_s": {"median": statistics.median(times), "p95": times[int(0.95 * len(times))]},
-        "rss_mib": {"first": rss[0] >> 20, "most": max(rss) >> 20, "last": rss[-1] >> 20},
-        "health_s": {
-            "median": statistics.median(waits),
-            "p99": sorted(waits)[int(0.99 * len(waits))],
-            "worst": max(waits),
-        },
+        **watch,
     }
 
 

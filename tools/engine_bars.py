@@ -118,10 +118,11 @@ def device_seconds(call: Callable[[], object]) -> float:
 
 @dataclass
 class Run:
-    """Cycles in a row. each: seconds of every one; device, host: of graphs, of the host's work."""
+    """Cycles in a row. each, brought: seconds and tokens of every one; device, host: seconds of
+    graphs, of the host's work."""
 
-    tokens: int = 0
     each: list[float] = field(default_factory=list)
+    brought: list[int] = field(default_factory=list)
     device: float = 0.0
     host: float = 0.0
 
@@ -129,6 +130,11 @@ class Run:
     def seconds(self) -> float:
         """Of all."""
         return sum(self.each)
+
+    @property
+    def tokens(self) -> int:
+        """Of all."""
+        return sum(self.brought)
 
 
 def run_cycles(cycles: ops.Cycles, model: Model, base: int, forced: Any, count: int) -> Run:
@@ -150,7 +156,7 @@ def run_cycles(cycles: ops.Cycles, model: Model, base: int, forced: Any, count: 
             run.each.append(now - last)
             last = now
             known += len(cycle.tokens)
-            run.tokens += len(cycle.tokens)
+            run.brought.append(len(cycle.tokens))
             run.device += cycle.seconds
     return run
 
@@ -204,19 +210,22 @@ def latency(model: Model) -> dict[str, Any]:
     found = {"alone": run_cycles(cycles, model, GAMMA, pattern, LATENCY_CYCLES)}
     with other_process():
         found["beside another process"] = run_cycles(cycles, model, GAMMA, pattern, LATENCY_CYCLES)
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, run in found.items():
-        times = np.array(run.each)
-        p50, p95, p99, worst = (float(np.percentile(times, q)) for q in (50, 95, 99, 100))
-        token = float(np.median(times)) * len(run.each) / run.tokens
-        rows[name] = {"p50_s": p50, "p95_s": p95, "p99_s": p99, "worst_s": worst,
-                      "median_of_a_token_s": token, "cycles": len(run.each)}  # fmt: skip
-        print(
-            f"cycle {name}: p50 {p50 * 1e3:.2f} p95 {p95 * 1e3:.2f} p99 {p99 * 1e3:.2f} "
-            f"worst {worst * 1e3:.2f} ms",
-            file=sys.stderr,
-        )
+        brought = np.array(run.brought)
+        # the tokens of a cycle come together: each takes its share of the cycle
+        tokens = np.repeat(np.array(run.each) / brought, brought)
+        rows[name] = {"cycle": percentiles(run.each), "token": percentiles(tokens)}
+        for what, values in rows[name].items():
+            text = " ".join(f"{key} {value * 1e3:.2f}" for key, value in values.items())
+            print(f"{what} {name}: {text} ms, {len(run.each)} cycles", file=sys.stderr)
     return rows
+
+
+def percentiles(seconds: Any) -> dict[str, float]:
+    """p50, p95, p99 and the worst."""
+    names = ("p50", "p95", "p99", "worst")
+    return dict(zip(names, np.percentile(seconds, (50, 95, 99, 100)).tolist(), strict=True))
 
 
 @contextlib.contextmanager

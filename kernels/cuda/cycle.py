@@ -37,7 +37,8 @@ accept = Kernel("cycle_kernels", "accept", plain=(8, 9))
 
 WIDTH, HEADER = REPORT_IDS, REPORT_HEADER
 ROWS = MAX_GAMMA + 1
-SLEEP_PART, LOOK_PART = 0.98, 0.02  # of a cycle's time: slept through, and between two looks
+# of a cycle's time: slept through (a sleep ends late by itself), and between two looks
+SLEEP_PART, LOOK_PART = 1.0, 0.02
 Kind = tuple[int, int, int, str, bool]  # base tokens, looked-up ones, bucket, choice, forced
 
 
@@ -325,7 +326,7 @@ class _Marks:
     def wait(self, number: int, begun: float, expected: float | None) -> None:
         """Sleep until the end of a cycle. begun: when it began (`time.perf_counter`), about;
         expected: seconds from then on, where known. An event's own wait takes a third of a
-        millisecond of a core (H200), a sleep and a look 10 us."""
+        millisecond of a core (H200), a sleep and a look 20 us."""
         if not self._events:
             return
         end = self._events[number % 3]

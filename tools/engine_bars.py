@@ -217,14 +217,15 @@ def latency(model: Model) -> dict[str, Any]:
         tokens = np.repeat(np.array(run.each) / brought, brought)
         rows[name] = {"cycle": percentiles(run.each), "token": percentiles(tokens)}
         for what, values in rows[name].items():
-            text = " ".join(f"{key} {value * 1e3:.2f}" for key, value in values.items())
-            print(f"{what} {name}: {text} ms, {len(run.each)} cycles", file=sys.stderr)
+            text = " ".join(f"{key[:-2]} {value * 1e3:.2f}" for key, value in values.items())
+            print(f"{what} {name}: {text} ms", file=sys.stderr)
+        rows[name]["cycles"] = len(run.each)
     return rows
 
 
 def percentiles(seconds: Any) -> dict[str, float]:
-    """p50, p95, p99 and the worst."""
-    names = ("p50", "p95", "p99", "worst")
+    """Return p50_s, p95_s, p99_s and worst_s."""
+    names = ("p50_s", "p95_s", "p99_s", "worst_s")
     return dict(zip(names, np.percentile(seconds, (50, 95, 99, 100)).tolist(), strict=True))
 
 

@@ -326,7 +326,7 @@ class _Marks:
     def wait(self, number: int, begun: float, expected: float | None) -> None:
         """Sleep until the end of a cycle. begun: when it began (`time.perf_counter`), about;
         expected: seconds from then on, where known. An event's own wait takes a third of a
-        millisecond of a core (H200), a sleep and a look 20 us."""
+        millisecond of a core (H200), a sleep and a look 10 us."""
         if not self._events:
             return
         end = self._events[number % 3]

@@ -66,6 +66,13 @@ parse() {
   done
 }
 
+# What shebangs, unit files and settings take as it is.
+check_path() { # OPTION PATH
+  case "$2" in *[[:space:]\|\&\\%\$\"\']*)
+    fail 2 "$1: expected a path without spaces, quotes and | & % \$ \\, got $2" ;;
+  esac
+}
+
 # ---- the board
 
 # L4T r36 is JetPack 6; r38 and r39 are JetPack 7 (its first line: "# R36 (release), REVISION: 4.3")
@@ -196,11 +203,29 @@ install_program() {
 
 # ---- the service
 
+# Before anything is installed: what a service could not be written for, not see or not read.
+check_service() {
+  local path user=bitnest closed
+  if [ "$(id -u)" != 0 ] && [ -z "$root$dry" ]; then fail 4 "--service needs root" "sudo $0 …"; fi
+  [ -f "$model/manifest.json" ] ||
+    fail 2 "--service: expected the folder of a converted model, got $model" "bitnest-edge convert makes one"
+  model=$(cd "$model" && pwd -P)
+  for path in "$model" "$venv"; do
+    case "${path#"$root"}/" in /home/* | /root/* | /run/user/* | /tmp/* | /var/tmp/*)
+      fail 2 "--service: the unit hides /home, /root and /tmp from the service, and $path lies there" \
+        "put it elsewhere, as into /srv" ;;
+    esac
+  done
+  [ "$(id -u)" = 0 ] || return 0
+  id "$user" >/dev/null 2>&1 || user=nobody # who may read as little
+  closed=$(runuser -u "$user" -- find -L "$model" ! -readable -print -quit 2>&1) || true
+  [ -z "$closed" ] || fail 2 "--service: its user cannot read the model: $closed" \
+    "sudo chmod -R a+rX $model, and a+x for the folders above it"
+}
+
 install_service() {
   local unit=$root/etc/systemd/system/bitnest-edge.service settings=$root/etc/bitnest-edge/serve.env
   local groups='' group
-  if [ "$(id -u)" != 0 ] && [ -z "$root$dry" ]; then fail 4 "--service needs root" "sudo $0 …"; fi
-  [ -d "$model" ] || fail 2 "--service: expected the folder of a converted model, got $model"
   for group in video render; do # of the GPU's device files; a group that is not there fails a unit
     if grep -q "^$group:" "$root/etc/group" 2>/dev/null; then groups="${groups:+$groups }$group"; fi
   done
@@ -214,8 +239,10 @@ install_service() {
   mkdir -p "$(dirname "$unit")" "$(dirname "$settings")"
   sed -e "s|/opt/bitnest-edge|$venv|g" -e "s|^SupplementaryGroups=.*|SupplementaryGroups=$groups|" \
     "$here/bitnest-edge.service" >"$unit"
-  if [ ! -e "$settings" ]; then # a second run keeps what was set
-    printf 'MODEL=%s\nOPTIONS=\n' "$(cd "$model" && pwd -P)" >"$settings"
+  if [ ! -e "$settings" ]; then
+    printf 'MODEL=%s\nOPTIONS=\n' "$model" >"$settings"
+  elif ! grep -qxF "MODEL=$model" "$settings"; then # what was set is kept
+    say "kept as it is, with another model than $model: $settings"
   fi
   if [ -z "$root" ]; then systemctl daemon-reload; fi
   say "written: $unit and $settings"
@@ -227,6 +254,11 @@ main() {
   if [ -z "$venv" ]; then
     if [ "$(id -u)" = 0 ]; then venv=/opt/bitnest-edge; else venv=$HOME/bitnest-edge; fi
   fi
+  case "$venv" in /*) ;; *) venv=$PWD/$venv ;; esac
+  check_path --venv "$venv"
+  check_path --service "$model"
+  if [ -n "$model" ]; then check_service; fi
+  umask 022 # the service's user reads what root installs
   find_jetpack
   check_machine
   choose_torch

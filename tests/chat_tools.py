@@ -24,6 +24,7 @@ from edge_runtime.chat.repl import Repl, Surroundings
 from edge_runtime.chat.saved import ModelName
 from edge_runtime.chat.settings import Settings
 from edge_runtime.chat.throttle import ThrottleWatch
+from edge_runtime.errors import UsageError
 
 ENTER = """
 import fcntl, sys, termios
@@ -81,7 +82,10 @@ def make_repl(
     def parse(name: str, text: str) -> Any:
         if not text:
             return defaults[name]
-        return float(text) if name == "temp" else int(text)
+        try:
+            return float(text) if name == "temp" else int(text)
+        except ValueError:
+            raise UsageError(f"{name}: {text!r} is no number") from None
 
     def make(values: Mapping[str, Any]) -> dict[str, Any]:
         sampling = Sampling(temperature=values["temp"], seed=values["seed"] or 0)

@@ -29,7 +29,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import httpx
+try:
+    import httpx
+except ImportError:
+    sys.exit("error: expected httpx, which is not installed: pip install httpx")
 
 NEW_TOKENS = 24
 TEXTS = (

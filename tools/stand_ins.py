@@ -26,10 +26,9 @@ def install() -> list[str]:
     """Put stand-ins in the places of missing packages and return their names."""
     missing = [n for n in ("safetensors", "tokenizers") if importlib.util.find_spec(n) is None]
     if "safetensors" in missing:
-        package, numbers = ModuleType("safetensors"), ModuleType("safetensors.numpy")
-        vars(package).update(SafetensorError=ValueError, safe_open=SafeOpen, numpy=numbers)
-        vars(numbers).update(save_file=save_file)
-        sys.modules |= {"safetensors": package, "safetensors.numpy": numbers}
+        package = ModuleType("safetensors")
+        vars(package).update(SafetensorError=ValueError, safe_open=SafeOpen)
+        sys.modules["safetensors"] = package
     if "tokenizers" in missing:
         sys.modules["tokenizers"] = ModuleType("tokenizers")
         from edge_runtime.convert import pipeline, source_hf
@@ -66,12 +65,6 @@ class SafeOpen:
         start, end = entry["data_offsets"]
         view = self._data[start:end].view(TYPES[entry["dtype"]]).reshape(entry["shape"])
         return torch.from_numpy(view) if self._torch else np.array(view)
-
-
-def save_file(planes: dict[str, np.ndarray], file: str | Path) -> None:
-    """Write numpy arrays."""
-    shapes = {n: (p.dtype.name, p.shape) for n, p in planes.items()}
-    write_safetensors(Path(file), shapes, (p for p in planes.values()))
 
 
 def write_safetensors(

@@ -163,7 +163,10 @@ class Commands:
         unknown = [name for name in document.settings if name not in chat.settings.values]
         if unknown:
             raise UsageError(f"{rest}: a damaged saved chat: unknown setting {unknown[0][:40]!r}")
-        settings = chat.settings.restored(document.settings)
+        try:
+            settings = chat.settings.restored(document.settings)
+        except UsageError as error:
+            raise UsageError(f"{rest}: a damaged saved chat: {error.message}") from None
         chat.settings, chat.asked_again = settings, 0
         session.messages = [{"role": t.role, "content": t.content} for t in document.messages]
         session.system = document.system

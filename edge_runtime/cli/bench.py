@@ -19,6 +19,7 @@ from edge_runtime.cli.model import (
 )
 from edge_runtime.cli.options import (
     Parsed,
+    Whole,
     backend_option,
     ctx_option,
     draft_option,
@@ -58,7 +59,7 @@ def command() -> None:
 @model_argument()
 @backend_option
 @threads_option
-@click.option("--repeats", type=click.IntRange(1, 1000), default=9, show_default=True, metavar="N")
+@click.option("--repeats", type=Whole(1, 1000), default=9, show_default=True, metavar="N")
 @click.option(
     "--rows",
     type=Parsed("rows", bench_cuda.parse_rows),
@@ -118,16 +119,16 @@ def kernels(
     metavar="FILE",
     help="JSON lines as of `selftest`.  [default: built-in prompts]",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N prompts.")
+@click.option("--limit", type=Whole(min=1), metavar="N", help="Use the first N prompts.")
 @click.option(
     "--context",
-    type=click.IntRange(1, 10_000_000),
+    type=Whole(1, 10_000_000),
     metavar="N",
     help="A prompt of N tokens instead, of text that comes with the program.",
 )
 @click.option(
     "--repeats",
-    type=click.IntRange(1, 1000),
+    type=Whole(1, 1000),
     default=3,
     show_default=True,
     metavar="N",
@@ -136,7 +137,7 @@ def kernels(
 @click.option(
     "-n",
     "--new-tokens",
-    type=click.IntRange(2, 100_000),
+    type=Whole(2, 100_000),
     default=128,
     show_default=True,
     metavar="N",

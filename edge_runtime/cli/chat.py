@@ -15,7 +15,7 @@ import click
 
 from edge_runtime.cli.generate import prompt_text, read_text, run, split_options
 from edge_runtime.cli.model import checkpoint_path, open_checkpoint, run_options
-from edge_runtime.cli.options import json_option, model_argument
+from edge_runtime.cli.options import TEXT, json_option, model_argument
 from edge_runtime.cli.power import power_source_option
 from edge_runtime.cli.sampling import make_sampling, sampling_options
 from edge_runtime.errors import UsageError
@@ -32,8 +32,10 @@ HISTORY = "chat-history.jsonl"
 
 @click.command()
 @model_argument(required=False)
-@click.option("--once", metavar="TEXT", help="Ask this and end; - reads all of stdin.")
-@click.option("--system", metavar="TEXT", help="System prompt.  [default: the model's own]")
+@click.option("--once", type=TEXT, metavar="TEXT", help="Ask this and end; - reads all of stdin.")
+@click.option(
+    "--system", type=TEXT, metavar="TEXT", help="System prompt.  [default: the model's own]"
+)
 @click.option(
     "--think",
     type=click.Choice(["auto", "on", "off"]),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.options import Finite, Parsed, json_option, print_document, user_path
+from edge_runtime.cli.options import Finite, Parsed, Whole, json_option, print_document, user_path
 from edge_runtime.errors import (
     BackendUnavailable,
     BitnestError,
@@ -119,7 +119,7 @@ def parse_bound(text: str) -> float | None:
 )
 @click.option(
     "--calib-tokens",
-    type=click.IntRange(min=512),
+    type=Whole(min=512),
     default=36864,
     show_default=True,
     metavar="N",
@@ -127,7 +127,7 @@ def parse_bound(text: str) -> float | None:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0, max=2**31 - 1),
+    type=Whole(min=0, max=2**31 - 1),
     default=0,
     show_default=True,
     metavar="S",
@@ -284,8 +284,6 @@ def _announce(source: Source, path: Path, out: Path, options: ConvertOptions, ba
 
 def run_work(work: Callable[[Progress], Manifest], out: Path) -> Manifest:
     """Run a conversion; what the disk refuses is told as an error, an interruption as a promise."""
-    from safetensors import SafetensorError
-
     from edge_runtime.cli.progress import Progress
 
     partial = out.with_name(out.name + ".partial")
@@ -299,19 +297,18 @@ def run_work(work: Callable[[Progress], Manifest], out: Path) -> Manifest:
                 partial,
             )
         raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise _disk_error(error, out, partial) from error
 
 
-def _disk_error(error: Exception, out: Path, partial: Path) -> BitnestError:
-    number = error.errno if isinstance(error, OSError) else None
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if number in FULL or "No space left" in str(error):
+def _disk_error(error: OSError, out: Path, partial: Path) -> BitnestError:
+    reason = error.strerror or str(error)
+    if error.errno in FULL:
         return BudgetError(
             f"disk: {partial} cannot grow: {reason}",
             "free some space and run the same command again: it continues",
         )
-    where = (error.filename if isinstance(error, OSError) else None) or partial
+    where = error.filename or partial
     return CheckpointError(f"conversion to {out} failed: {where}: {reason}")
 
 

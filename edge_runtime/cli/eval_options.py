@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_runtime.cli.model import original_option
-from edge_runtime.cli.options import F, Finite, Parsed, user_path
+from edge_runtime.cli.options import TEXT, F, Finite, Parsed, Whole, user_path
 from edge_runtime.errors import UsageError, cut
 
 if TYPE_CHECKING:
@@ -128,32 +128,32 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     original_option,
     click.option(
         "--limit",
-        type=click.IntRange(min=1),
+        type=Whole(min=1),
         metavar="N",
         help="The first N rows, windows or prefixes of each file.",
     ),
     click.option(
         "--window",
-        type=click.IntRange(min=2),
+        type=Whole(min=2),
         metavar="N",
         help="ppl, agreement: tokens of a window of text.  [default: 2048, or what fits]",
     ),
     click.option(
         "--stride",
-        type=click.IntRange(min=1),
+        type=Whole(min=1),
         metavar="N",
         help="ppl, agreement: tokens from one window to the next.  [default: a window]",
     ),
     click.option(
         "-n",
         "--new-tokens",
-        type=click.IntRange(min=1),
+        type=Whole(min=1),
         metavar="N",
         help="Tokens of an answer, at most.  [default: 128]",
     ),
     click.option(
         "--num-fewshot",
-        type=click.IntRange(min=0),
+        type=Whole(min=0),
         metavar="N",
         help="gsm8k: examples before the question.  [default: 8]",
     ),
@@ -170,12 +170,14 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--template",
+        type=TEXT,
         metavar="TEXT",
         help="jsonl: the prompt, with {field} for a row's fields.  [default: context, then what is "
         "asked]",
     ),
     click.option(
         "--stop",
+        type=TEXT,
         multiple=True,
         metavar="S",
         help='End an answer before this text; repeatable.  [default: gsm8k "Question:"]',
@@ -212,7 +214,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--temp", type=Finite(min=0), help="Temperature; 0 is greedy.  [default: 0]"),
     click.option(
-        "--seed", type=click.IntRange(0, 2**64 - 1), metavar="S", help="Of sampling.  [default: 0]"
+        "--seed", type=Whole(0, 2**64 - 1), metavar="S", help="Of sampling.  [default: 0]"
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end token."),
     click.option(

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_runtime.cli.model import EngineOptions, open_model, run_options
-from edge_runtime.cli.options import Finite, json_option, model_argument, print_document, user_path
+from edge_runtime.cli.options import (
+    TEXT,
+    Finite,
+    json_option,
+    model_argument,
+    print_document,
+    user_path,
+)
 from edge_runtime.cli.sampling import make_sampling, sampling_options
 from edge_runtime.errors import CheckpointError, UsageError
 
@@ -33,10 +40,12 @@ _ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(EngineOpti
 
 @click.command()
 @model_argument()
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
+@click.option("-p", "--prompt", type=TEXT, metavar="TEXT", help="The prompt.")
 @click.option("--file", metavar="F", help="Read the prompt from a file; - is stdin.")
 @sampling_options
-@click.option("--stop", multiple=True, metavar="S", help="End before this text; repeatable.")
+@click.option(
+    "--stop", multiple=True, type=TEXT, metavar="S", help="End before this text; repeatable."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--raw", is_flag=True, help="Plain completion, without the chat template.")
 @click.option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from edge_runtime.cli.options import json_option, print_document, user_path
+from edge_runtime.cli.options import Whole, json_option, print_document, user_path
 from edge_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def command() -> None:
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(1, 256),
+    type=Whole(1, 256),
     default=1,
     show_default=True,
     metavar="N",

@@ -26,6 +26,7 @@ Decorator = Callable[[F], F]
 Auto = Literal["auto"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
+MOST = 10**9  # rows, readings, seconds: where no option says less; what waits takes no more
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -44,6 +45,16 @@ def parse_size(text: str) -> int:
     if not unit and size != int(size):
         raise ValueError(f"{text!r} is not a whole number of bytes; did you mean {number}G?")
     return int(size)
+
+
+def parse_text(text: str) -> str:
+    """Return text for a model; arguments may hold any bytes, a model reads UTF-8."""
+    data = os.fsencode(text)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise ValueError(f"expected UTF-8 text, got byte 0x{byte:02x} at {error.start}") from None
 
 
 def user_path(text: str) -> Path:
@@ -123,17 +134,35 @@ class Parsed(_ParamType):
             self.fail(str(error), param, ctx)
 
 
+class Whole(click.IntRange):
+    """A whole number within limits; without an upper one it is at most MOST."""
+
+    name = "whole number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse text as a number."""
+        number = int(super().convert(value, param, ctx))
+        if self.max is None and number > MOST:
+            self.fail(f"expected at most {MOST}, got {cut(str(value), 20)}", param, ctx)
+        return number
+
+
 class Finite(click.FloatRange):
-    """A number within limits; click's own range lets NaN pass, and infinity where it is open."""
+    """A number within limits, at most MOST without an upper one; click's own range lets NaN pass,
+    and infinity where it is open."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Parse text as a number."""
         FLOAT.convert(value, param, ctx)  # refuses what is not finite
-        return float(super().convert(value, param, ctx))
+        number = float(super().convert(value, param, ctx))
+        if self.max is None and number > MOST:
+            self.fail(f"expected at most {MOST}, got {cut(str(value), 20)}", param, ctx)
+        return number
 
 
+TEXT = Parsed("text", parse_text)
 SIZE = Parsed("size", parse_size)
 FLOAT = Parsed("float", parse_float)
 DRAFT = Parsed("draft", checked_draft)

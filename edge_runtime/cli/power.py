@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from edge_runtime.cli.options import Finite, json_option, print_document, user_path
+from edge_runtime.cli.options import Finite, Whole, json_option, print_document, user_path
 
 if TYPE_CHECKING:
     from edge_runtime.power import Meter, Record, Sample
@@ -53,7 +53,7 @@ def command() -> None:
     metavar="SECONDS",
     help="Time between readings.",
 )
-@click.option("--count", type=click.IntRange(min=1), metavar="N", help="End after N readings.")
+@click.option("--count", type=Whole(min=1), metavar="N", help="End after N readings.")
 @json_option
 def watch(power_source: str, interval: float, count: int | None, as_json: bool) -> None:
     """Show every rail live, the total first, until Ctrl-C or for --count readings."""

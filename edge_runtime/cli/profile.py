@@ -14,6 +14,7 @@ import click
 from edge_runtime.cli.model import checkpoint_path, original_option
 from edge_runtime.cli.options import (
     Parsed,
+    Whole,
     backend_option,
     budget_option,
     draft_source_option,
@@ -110,11 +111,11 @@ def _gamma(text: str) -> int | None:
     help="Tokens that nest drafts each cycle: auto or 1 to 7.  [default: auto]",
 )
 @click.option(
-    "-n", "--new-tokens", type=click.IntRange(2, 100_000), default=64, show_default=True,
+    "-n", "--new-tokens", type=Whole(2, 100_000), default=64, show_default=True,
     metavar="N", help="Tokens to decode in each run.",
 )  # fmt: skip
 @click.option(
-    "--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, metavar="N",
+    "--repeats", type=Whole(1, 1000), default=3, show_default=True, metavar="N",
     help="Runs of each row that count; one more warms up.",
 )  # fmt: skip
 @click.option("--energy", is_flag=True, help="Measure joules as well.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edge_runtime.cli.options import FLOAT, F
+from edge_runtime.cli.options import FLOAT, F, Whole
 
 if TYPE_CHECKING:
     from edge_runtime.decode.sampling import Sampling
@@ -19,7 +19,7 @@ _OPTIONS = (
     click.option(
         "-n",
         "--new-tokens",
-        type=click.IntRange(min=1),
+        type=Whole(min=1),
         default=512,
         show_default=True,
         metavar="N",
@@ -32,7 +32,11 @@ _OPTIONS = (
         "--top-p", type=FLOAT, default=1.0, show_default=True, help="Likeliest tokens up to P."
     ),
     click.option(
-        "--top-k", type=int, default=0, show_default=True, help="The K likeliest tokens; 0: all."
+        "--top-k",
+        type=Whole(0),
+        default=0,
+        show_default=True,
+        help="The K likeliest tokens; 0: all.",
     ),
     click.option(
         "--min-p",
@@ -57,7 +61,7 @@ _OPTIONS = (
     ),
     click.option(
         "--seed",
-        type=click.IntRange(0, 2**64 - 1),
+        type=Whole(0, 2**64 - 1),
         metavar="S",
         help="Seed of a sampled answer.  [default: a new one each time, reported]",
     ),

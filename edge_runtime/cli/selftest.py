@@ -17,6 +17,7 @@ import click
 from edge_runtime.cli.generate import read_text
 from edge_runtime.cli.model import EngineOptions, checkpoint_path, open_checkpoint
 from edge_runtime.cli.options import (
+    Whole,
     backend_option,
     ctx_option,
     json_option,
@@ -73,11 +74,11 @@ QUICK_CHUNKED, FULL_CHUNKED = 80, 600  # of the prompt that is cut: more than a 
     help="JSON lines with prompt, question, turns, conversations, messages or text.  "
     "[default: built-in prompts]",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N prompts.")
+@click.option("--limit", type=Whole(min=1), metavar="N", help="Use the first N prompts.")
 @click.option(
     "-n",
     "--new-tokens",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     metavar="N",
     help="Tokens per answer.  [default: 12, with --full 48]",
 )

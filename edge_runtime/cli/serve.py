@@ -18,7 +18,7 @@ import click
 
 from edge_runtime.cli.generate import split_options
 from edge_runtime.cli.model import checkpoint_path, open_checkpoint, run_options
-from edge_runtime.cli.options import Finite, model_argument, user_path
+from edge_runtime.cli.options import Finite, Whole, model_argument, user_path
 from edge_runtime.cli.power import power_source_option
 from edge_runtime.errors import BackendUnavailable, CheckpointError, UsageError, cut
 
@@ -35,7 +35,7 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=Whole(0, 65535),
     default=8080,
     show_default=True,
     help="Port; 0: any that is free.",
@@ -50,14 +50,14 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 )
 @click.option(
     "--max-queue",
-    type=click.IntRange(0, 10000),
+    type=Whole(0, 10000),
     default=64,
     show_default=True,
     help="Requests that may wait; more are answered 429.",
 )
 @click.option(
     "--max-connections",
-    type=click.IntRange(1, 10000),
+    type=Whole(1, 10000),
     default=256,
     show_default=True,
     help="Connections; requests of more are answered 503.",
@@ -81,14 +81,14 @@ MIN_KEY_CHARS, MAX_KEY_BYTES = 8, 4096
 @click.option(
     "--max-body",
     "max_body_bytes",
-    type=click.IntRange(1024, 1 << 30),
+    type=Whole(1024, 1 << 30),
     default=4 << 20,
     show_default=True,
     help="Bytes of a request.",
 )
 @click.option(
     "--drain-seconds",
-    type=click.IntRange(0),
+    type=Whole(0),
     default=60,
     show_default=True,
     help="How long a stop waits for requests that were admitted.",

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from edge_runtime.atomic import write_atomic
 from edge_runtime.errors import CheckpointError, UsageError
@@ -66,30 +64,32 @@ class CheckpointWriter:
 
     def has(self, shard: str) -> bool:
         """Whether a shard and its report are already written (from an earlier, stopped run)."""
-        return (self.partial / f"{shard}.safetensors").is_file() and self._report(shard).is_file()
+        return self._shard(shard).is_file() and self._report(shard).is_file()
+
+    def _shard(self, shard: str) -> Path:
+        return self.partial / f"{shard}.safetensors"
 
     def _report(self, shard: str) -> Path:
         return self.partial / RESUME / f"{shard}.json"
 
     def shard(self, shard: str, planes: dict[str, npt.NDArray[Any]], report: Any) -> None:
         """Write one shard, then its report, each atomically."""
-        file = self.partial / f"{shard}.safetensors"
-        temporary = file.with_suffix(".tmp")
-        save_file({n: np.ascontiguousarray(p) for n, p in planes.items()}, temporary)
-        _sync(temporary)
-        temporary.replace(file)
+        shapes = {name: (DTYPE_NAMES[p.dtype.name], p.shape) for name, p in planes.items()}
+        with ShardStream(self._shard(shard), shapes) as stream:
+            for name, plane in planes.items():
+                stream.write(name, plane)
         write_atomic(self._report(shard), msgspec.json.encode(report))
 
     @contextlib.contextmanager
     def stream(self, shard: str, shapes: Shapes) -> Iterator[ShardStream]:
         """Write one shard in pieces, then its report: its planes, hashed on the way."""
-        with ShardStream(self.partial / f"{shard}.safetensors", shapes) as stream:
+        with ShardStream(self._shard(shard), shapes) as stream:
             yield stream
         write_atomic(self._report(shard), msgspec.json.encode(stream.planes()))
 
     def read_shard(self, shard: str) -> dict[str, npt.NDArray[Any]]:
         """Read back a shard that an earlier run wrote. Raises CheckpointError if it is damaged."""
-        file = self.partial / f"{shard}.safetensors"
+        file = self._shard(shard)
         try:
             with safe_open(file, framework="np") as f:
                 return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
@@ -181,8 +181,3 @@ def digest(text: str) -> str:
 
 def _pretty(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as f:
-        os.fsync(f.fileno())

@@ -19,8 +19,8 @@ from edge_runtime.text.tokenizer import Tokenizer
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-    404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error",
-    415: "invalid_request_error", 429: "rate_limit_error",
+    404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
 HINTS: dict[type, str] = {
     ContextError: "shorten the messages or the prompt",

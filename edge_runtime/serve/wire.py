@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Raw
 from edge_runtime.decode.arguments import MAX_NEW_TOKENS
 from edge_runtime.decode.logprobs import MOST_ALTERNATIVES
 from edge_runtime.decode.sampling import Sampling
-from edge_runtime.errors import UsageError
+from edge_runtime.errors import UsageError, cut
 
 MAX_STOPS = 16
 # what the template gets otherwise, and arguments of who renders it
@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
+    "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
@@ -74,15 +74,37 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
                 raise ValueError(f"`{name}` of a message is not supported beyond null")
 
     def for_template(self) -> dict[str, Any]:
-        """Return plain data; parts of text are joined."""
+        """Return plain data: parts of text are joined, `developer` is what templates call `system`.
+
+        Raises UsageError.
+        """
         text = self.content
         if isinstance(text, list):
             text = "".join(part.text for part in text)
-        found = {"role": self.role, "content": text or ""}
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) not in (None, []):
+        role = "system" if self.role == "developer" else self.role
+        found: dict[str, Any] = {"role": role, "content": text or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
                 found[name] = value
+        if self.tool_calls:
+            found["tool_calls"] = [_tool_call(call) for call in self.tool_calls]
         return found
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as data, which the API has as the text of a JSON object;
+    templates write them as JSON themselves. Raises UsageError."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(text, type=dict[str, Any]) if text.strip() else {}
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise UsageError(
+            f"tool_calls: expected a JSON object as the text of `arguments`, got {cut(text)!r} "
+            f"({error})"
+        ) from None
+    return call | {"function": function | {"arguments": arguments}}
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,7 +169,8 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Refuse what is asked for and not built. msgspec makes an error of the request of it."""
         for name, neutral in NEUTRAL.items():
             value = getattr(self, name)
-            if value is not UNSET and value is not None and value not in neutral:
+            same = any(type(value) is type(one) and value == one for one in neutral)  # true is no 1
+            if value is not UNSET and value is not None and not same:
                 raise ValueError(f"`{name}` is not supported beyond {neutral[0]!r}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError("`seed`: expected a whole number from -2^63 to 2^63 - 1")
@@ -232,7 +255,8 @@ class CompletionRequest(Common, kw_only=True):
             return prompt
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):
-            raise UsageError("prompt: expected one text or a list of token ids, got several texts")
+            got = "several texts" if not ids else "both"
+            raise UsageError(f"prompt: expected one text or a list of token ids, got {got}")
         return ids
 
 

@@ -160,7 +160,8 @@ def test_a_load_that_fails_changes_nothing(engine: Engine, type_: Say, tmp_path:
     whole = json.loads(path.read_text())
     for change in ({"temp": -1}, {"heat": 1}, {"seed": 1.5}):
         (tmp_path / "bad.json").write_text(json.dumps(whole | {"settings": change}))
-        assert "error: " in type_(repl, f"/load {tmp_path / 'bad.json'}")
+        said = type_(repl, f"/load {tmp_path / 'bad.json'}")
+        assert f"error: {tmp_path / 'bad.json'}: a damaged saved chat" in said
     for line in ("/load", "/save", f"/load {tmp_path}", "/load /nowhere/x", "/save /nowhere/x"):
         assert "error: " in type_(repl, line)
     assert (repl.session.messages, repl.settings.values) == before

@@ -376,25 +376,60 @@ def test_a_wrong_value_names_the_option(args: list[str]) -> None:
     assert len(done.stderr) < 400
 
 
-def float_options(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The words that lead to every option of a command whose value is a number with a fraction."""
+FLOATS = ("float", "float range")
+COUNTS = ("whole number", "integer", "integer range")
+
+
+def all_options(
+    command: click.Command, kinds: tuple[str, ...], path: tuple[str, ...] = ()
+) -> list[tuple[str, ...]]:
+    """The words that lead to every option of a command whose value is of a kind."""
     found = [
         (*path, option.opts[-1])
         for option in command.params
-        if isinstance(option, click.Option) and option.type.name in ("float", "float range")
+        if isinstance(option, click.Option) and option.type.name in kinds
     ]
     if isinstance(command, click.Group):
         for name in command.list_commands(None):
             sub = command.get_command(None, name)
             assert sub is not None
-            found += float_options(sub, (*path, name))
+            found += all_options(sub, kinds, (*path, name))
     return found
 
 
-@pytest.mark.parametrize("words", float_options(app), ids=" ".join)
+@pytest.mark.parametrize("words", all_options(app, FLOATS), ids=" ".join)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
 def test_a_float_option_is_finite(words: tuple[str, ...], value: str, capsys) -> None:
     code, out, err = call(capsys, *words, value, "model")
     assert (code, out) == (2, "")
     assert words[-1] in err
     assert "finite" in err or "range" in err
+
+
+@pytest.mark.parametrize("words", all_options(app, COUNTS), ids=" ".join)
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "9" * 5000, "1" + "0" * 20, "1.5"])
+def test_a_count_is_bounded(words: tuple[str, ...], value: str, capsys) -> None:
+    """What waits, slices or allocates takes no more."""
+    code, out, err = call(capsys, *words, value, "model")
+    assert (code, out) == (2, "")
+    assert words[-1] in err
+    assert len(err) < 500
+
+
+@pytest.mark.parametrize("value", ["1e300", "1e10"])
+def test_a_time_is_bounded(value: str, capsys) -> None:
+    for words in (("generate", "--deadline"), ("serve", "--queue-seconds")):
+        code, out, err = call(capsys, *words, value, "model")
+        assert (code, out) == (2, "")
+        assert "expected at most 1000000000" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("chat", "--system"), ("chat", "--once"), ("generate", "-p"), ("generate", "--stop"),
+              ("eval", "--stop"), ("eval", "--template")], ids=" ".join,
+)  # fmt: skip
+def test_text_for_a_model_is_utf8(words: tuple[str, ...], capsys) -> None:
+    """Arguments may hold any bytes; refused before anything is loaded."""
+    code, out, err = call(capsys, *words, "é\udcffb", "model")
+    assert (code, out) == (2, "")
+    assert "expected UTF-8 text, got byte 0xff at 2" in err

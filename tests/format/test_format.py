@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -272,6 +273,23 @@ def test_shards_are_atomic_and_resumable(tmp_path: Path, monkeypatch: pytest.Mon
     assert (entry.dtype, entry.shape, entry.file) == ("I16", (2, 3), "s.safetensors")
     assert entry.sha256 == hashlib.sha256(PLANES["a"].tobytes()).hexdigest()
     again.close()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_every_file_has_the_mode_that_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    """A service's own user reads what another converted."""
+    before = os.umask(umask)
+    try:
+        writer = CheckpointWriter(tmp_path / "out", "one")
+        writer.shard("whole", PLANES, {})
+        with writer.stream("pieces", {"a": ("I16", (2, 3))}) as stream:
+            stream.write("a", PLANES["a"])
+    finally:
+        os.umask(before)
+    files = [p for p in writer.partial.rglob("*") if p.is_file() and p.name != "lock"]
+    assert {p.name: p.stat().st_mode & 0o777 for p in files} == {p.name: mode for p in files}
+    assert len(files) == 5
+    writer.close()
 
 
 def _fail(*_: Any) -> None:

@@ -64,6 +64,8 @@ def install(repository: Path, tmp_path: Path) -> Install:
             log=tmp_path / "log",
         )  # fmt: skip
         program(tmp_path / "bin", "python3", text)
+        if not (tmp_path / "bin/runuser").exists():  # every user can read everything
+            program(tmp_path / "bin", "runuser", "#!/bin/sh\n")
         command = [str(repository / "jetson/install.sh"), "--root", str(root), *map(str, args)]
         command += ["--dry-run"] if dry else []
         environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -195,11 +197,14 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
     return file
 
 
-def shell(repository: Path, settings: str, function: str) -> None:
-    """Run one function of the installer."""
+def shell(repository: Path, settings: str, function: str) -> str:
+    """Run one function of the installer; what it tells."""
     script = (repository / "jetson/install.sh").read_text().removesuffix('main "$@"\n')
     command = f"{script}here={repository / 'jetson'} {settings}\n{function}"
-    subprocess.run(["bash", "-c", command], check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], check=True, timeout=60, capture_output=True, text=True
+    )
+    return done.stderr
 
 
 def test_pip_never_replaces_torch(repository: Path, tmp_path: Path) -> None:
@@ -240,8 +245,7 @@ def test_pip_never_replaces_torch(repository: Path, tmp_path: Path) -> None:
 def test_service(install: Install, repository: Path, tmp_path: Path) -> None:
     """Its part alone: main without what needs a network."""
     boards.write(tmp_path / "root", "etc/group", "root:x:0:\nvideo:x:44:\n")
-    model, root = tmp_path / "model", tmp_path / "root"
-    model.mkdir()
+    model, root = a_model(tmp_path / "root/srv/model"), tmp_path / "root"
     done = install("--torch", "none", "--service", model)
     assert f"would write {root}/etc/systemd/system/bitnest-edge.service" in done.stdout
     assert "groups video" in done.stdout
@@ -252,9 +256,64 @@ def test_service(install: Install, repository: Path, tmp_path: Path) -> None:
     assert "SupplementaryGroups=video\n" in unit
     settings = root / "etc/bitnest-edge/serve.env"
     assert settings.read_text() == f"MODEL={model}\nOPTIONS=\n"
+    assert "kept" not in shell(repository, settings_of, "install_service")
     settings.write_text("MODEL=/mine\nOPTIONS=--port 9\n")
-    shell(repository, settings_of, "install_service")
+    said = shell(repository, settings_of, "install_service")
+    assert f"kept as it is, with another model than {model}: {settings}" in said
     assert settings.read_text() == "MODEL=/mine\nOPTIONS=--port 9\n"
+
+
+def a_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--service", "/nowhere"), "expected the folder of a converted model, got /nowhere"),
+        (("--service", "{root}/tmp/m"), "the unit hides .* and {root}/tmp/m lies there"),
+        (("--service", "{root}/home/me/m"), "{root}/home/me/m lies there"),
+        (("--service", "{root}/srv/m", "--venv", "/home/me/v"), "/home/me/v lies there"),
+        (("--service", "{root}/srv/a b"), "--service: expected a path without spaces"),
+        (("--venv", "v|e&n"), "--venv: expected a path without spaces"),
+        (("--venv", "a%b"), "--venv: expected a path without spaces"),
+        (("--venv", "it's"), "--venv: expected a path without spaces"),
+    ],
+)
+def test_a_service_that_could_not_run(
+    install: Install, tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
+    """Refused before anything is installed."""
+    root = tmp_path / "root"
+    for folder in ("tmp/m", "home/me/m", "srv/m", "srv/a b"):
+        a_model(root / folder)
+    done = install("--torch", "none", *(a.format(root=root) for a in args), dry=False)
+    assert done.returncode == 2
+    assert re.search(said.format(root=re.escape(str(root))), done.stderr)
+    assert done.stderr.count("error: ") == 1
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("closed", ["", "/srv/m/head.safetensors"])
+def test_a_model_that_the_service_cannot_read(
+    install: Install, tmp_path: Path, closed: str
+) -> None:
+    model = a_model(tmp_path / "root/srv/m")
+    program(tmp_path / "bin", "id", "#!/bin/sh\n[ $1 = -u ] && echo 0\n")
+    program(tmp_path / "bin", "runuser", f'#!/bin/sh\necho "$@" >{tmp_path}/as\necho {closed}\n')
+    done = install("--torch", "none", "--venv", "/srv/edge", "--service", model)
+    assert (tmp_path / "as").read_text().startswith(f"-u nobody -- find -L {model}")
+    assert done.returncode == (2 if closed else 0)
+    if closed:
+        assert f"cannot read the model: {closed}" in done.stderr
+        assert f"chmod -R a+rX {model}" in done.stderr
+
+
+def test_a_relative_folder_is_made_absolute(install: Install) -> None:
+    make, *_ = steps(install("--torch", "none", "--venv", "here"))
+    assert make.rstrip().endswith(f" {Path.cwd()}/here")
 
 
 @pytest.fixture

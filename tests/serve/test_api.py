@@ -204,6 +204,11 @@ for _ in range(900):
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"n": 2}, 400, "`n` is not supported beyond 1"),
+    ({"n": True}, 400, "`n` is not supported beyond 1"),
+    ({"echo": 0}, 400, "`echo` is not supported beyond False"),
+    ({"frequency_penalty": False}, 400, "`frequency_penalty` is not supported beyond 0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1"}}]}]},
+     400, "tool_calls: expected a JSON object as the text of `arguments`, got '[1'"),
     ({"logit_bias": {"5": 1}}, 400, "`logit_bias` is not supported"),
     ({"top_logprobs": 2}, 400, "needs `logprobs`"),
     ({"max_tokens": 0}, 400, "max_tokens"),
@@ -247,7 +252,7 @@ def test_bodies_that_are_none(running: Running, body: bytes) -> None:
 def test_fields_that_ask_for_nothing(running: Running) -> None:
     more = {
         "n": 1, "user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {},
-        "frequency_penalty": 0, "tool_choice": "auto", "stop": None, "stream": None,
+        "frequency_penalty": 0.0, "tool_choice": "auto", "stop": None, "stream": None,
         "response_format": {"type": "text"}, "parallel_tool_calls": True, "seed": None,
     }  # fmt: skip
     got = raw(running, "/v1/chat/completions", GREEDY | {"max_tokens": 2} | more)

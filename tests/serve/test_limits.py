@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -88,6 +89,34 @@ def test_bodies_together_are_bounded(slow: Any, serve: Callable[..., Running]) -
         slow.go.set()
         assert [f.result().status_code for f in waiting] == [200] * 4
     assert ask(running, messages=text).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_that_come_at_once(slow: Any, serve: Callable[..., Running], chunked: bool) -> None:
+    """Piece by piece in turns: as many are answered as there is room for."""
+    running = serve(slow, max_body_bytes=65536)
+    slow.go.set()
+    body = json.dumps(BODY | {"messages": [{"role": "user", "content": "x" * 60000}]}).encode()
+    size = -(-len(body) // 3)
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nconnection: close\r\n"
+    head += b"content-type: application/json\r\n"
+    told = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    with contextlib.ExitStack() as held:
+        all_ = [held.enter_context(connect(running)) for _ in range(8)]
+        for one in all_:
+            one.sendall(head + told + b"\r\n\r\n")
+        for part in parts:
+            for one in all_:
+                one.sendall(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            time.sleep(0.2)
+        if chunked:
+            for one in all_:
+                one.sendall(b"0\r\n\r\n")
+        statuses = sorted(one.recv(100).split()[1] for one in all_)
+    assert statuses[4:] == [b"503"] * 4
+    assert chunked or statuses[:4] == [b"200"] * 4
+    until(lambda: ask(running).status_code == 200)
 
 
 def test_a_client_that_takes_nothing(

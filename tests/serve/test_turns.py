@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 
+from edge_runtime.errors import UsageError
 from edge_runtime.serve import wire
+from edge_runtime.text.template import ChatTemplate
 
 from .conftest import MODEL, Running
 
@@ -40,6 +43,40 @@ def test_the_next_turn(running: Running) -> None:
 def test_what_is_empty_is_not_in_the_template() -> None:
     message = wire.Message(role="assistant", content="x", tool_calls=[])
     assert message.for_template() == {"role": "assistant", "content": "x"}
+
+
+def test_arguments_of_tools_are_data() -> None:
+    """As templates write them, which turn them into JSON themselves; the API has their text."""
+    template = (
+        "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    )
+    for text, written in (
+        ('{"city": "Köln", "n": [1, 2.5]}', '{"city": "Köln", "n": [1, 2.5]}'), ("", "{}"),
+        ({"a": 1}, '{"a": 1}'),
+    ):  # fmt: skip
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+        body = {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+        asked = wire.decode(wire.ChatRequest, json.dumps(body).encode())
+        found = asked.messages[0].for_template()
+        assert ChatTemplate(template).render([found]) == written
+        assert found["tool_calls"][0] | {"function": None} == call | {"function": None}
+
+
+@pytest.mark.parametrize("text", ["[1]", "7", "{", '{"a": 1e999}', '{"a":' * 3000, "null", "x"])
+def test_arguments_that_are_no_object(text: str) -> None:
+    call = {"function": {"name": "f", "arguments": text}}
+    with pytest.raises(UsageError, match="tool_calls: expected a JSON object"):
+        wire.Message(role="assistant", tool_calls=[call]).for_template()
+
+
+def test_a_developer_is_the_system(running: Running) -> None:
+    def told(role: str) -> Any:
+        turns = [{"role": role, "content": "be brief"}, USER]
+        with running.client() as client:
+            got = client.post("/v1/chat/completions", json=GREEDY | {"messages": turns}).json()
+        return got["usage"]["prompt_tokens"], got["choices"]
+
+    assert told("developer") == told("system")
 
 
 @pytest.mark.parametrize(("name", "value"), [

@@ -19,6 +19,7 @@ from edge_runtime.serve import replies
 
 RETRY_S = 5  # where nothing better is known
 HOST = re.compile(r"(\[[^]]*\]|[^:@\[\]]*)(?::\d*)?")  # RFC 9110, 7.2
+ABSOLUTE = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE)  # RFC 9112, 3.2.2: as to a proxy
 CURED = (429, 503)  # statuses of what time cures
 
 
@@ -68,16 +69,22 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer."""
-        if scope["type"] == "http" and (refused := self._refused(scope)) is not None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if absolute := ABSOLUTE.fullmatch(scope["path"]):
+            host, path = absolute[1], absolute[2] or "/"
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if (refused := self._refused(scope, host)) is not None:
             status, message = refused
             headers = {"www-authenticate": "Bearer"} if status == 401 else {}
             await told(status, message, headers)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> tuple[int, str] | None:
+    def _refused(self, scope: Scope, host: str) -> tuple[int, str] | None:
         headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and _name(host) not in self._hosts:
             return 403, "this server answers for this machine's own names only"
         if self._key is None or scope["path"] in self.OPEN:

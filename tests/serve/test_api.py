@@ -366,6 +366,8 @@ def test_names_of_the_host(running: Running, host: str, status: int) -> None:
     """A page of another site that had its name point here gets nothing."""
     with running.client() as client:
         assert client.get("/health", headers={"host": host}).status_code == status
+        whole = {"target": f"http://{host}/health".encode()}  # as to a proxy
+        assert client.get("/", extensions=whole).status_code == status
 
 
 def test_large_requests(engine: Engine, serve: Callable[..., Running]) -> None:

@@ -6,16 +6,27 @@ import torch
 import triton
 import triton.language as tl
 
-from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
+from edge_runtime.kernels.cuda.unpack import (
+    dot4,
+    multiply_add,
+    w4_codes,
+    w8_codes,
+    word_codes,
+)
 
 BLOCK = 1024
 
 
 @triton.jit
-def _codes(base_ptr, refine_ptr, low_ptr, high_ptr, W8: tl.constexpr, ASM: tl.constexpr):
+def _codes(
+    base_ptr, refine_ptr, low_ptr, high_ptr, W8: tl.constexpr, WORDS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     base = tl.load(base_ptr + i)
-    if W8:
+    if WORDS:
+        low, high = word_codes(base, tl.load(refine_ptr + i), W8, ASM)
+    elif W8:
         low, high = w8_codes(base, tl.load(refine_ptr + i), ASM)
     else:
         low, high = w4_codes(base, ASM)
@@ -39,7 +50,10 @@ def probe(form: str, tensors: list[torch.Tensor], assembly: bool) -> list[torch.
     grid = (base.numel() // BLOCK,)
     if form.endswith("codes"):
         low, high = (torch.zeros_like(base, dtype=torch.int8) for _ in range(2))
-        _codes[grid](base, refine, low, high, W8=form == "w8_codes", ASM=assembly)
+        words = form.endswith("word_codes")
+        planes = [p.view(torch.int32) if words else p for p in (base, refine, low, high)]
+        grid = (planes[0].numel() // BLOCK,)
+        _codes[grid](*planes, W8=form.startswith("w8"), WORDS=words, ASM=assembly)
         return [low, high]
     out = torch.zeros_like(a if form == "dot4" else c)
     _words[grid](a, b, c, out, DOT4=form == "dot4", ASM=assembly)

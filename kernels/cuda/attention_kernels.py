@@ -23,12 +23,11 @@ from edge_runtime.kernels.cuda import floats, numeric
 from edge_runtime.kernels.cuda.attention_tiles import FORMS
 from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum
 from edge_runtime.kernels.cuda.numeric import codes_of, quantiser
-from edge_runtime.kernels.cuda.unpack import dot4, w4_codes, w8_codes
+from edge_runtime.kernels.cuda.unpack import dot4, quarters, w4_codes, w8_codes, word_codes
 
 WORDS, COLS, ROWS = (tl.constexpr(FORMS[name]) for name in ("words", "cols", "rows"))
 BLOCK = tl.constexpr(64)
 MAGIC, MAGIC_BITS = floats.MAGIC, floats.MAGIC_BITS
-HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0
 
 
 @triton.jit
@@ -62,11 +61,7 @@ def _int32(x):
 def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr):
     """Plane bytes (WORDS: words) -> codes + 8 (base alone: 16·q4) of low and of high nibbles."""
     if FORM == WORDS:
-        low = (base << 4) & HIGH_NIBBLES
-        high = base & HIGH_NIBBLES
-        if FULL:
-            low = low | (refine & ~HIGH_NIBBLES)
-            high = high | ((refine >> 4) & ~HIGH_NIBBLES)
+        low, high = word_codes(base, refine, FULL, ASM)
     elif FULL:
         low, high = w8_codes(base, refine, ASM)
     else:
@@ -75,23 +70,10 @@ def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.conste
 
 
 @triton.jit
-def _quarters(x):
-    """[..., 4·n] -> every fourth, from 0, 1, 2 and 3 on: what one 128-bit load brings."""
-    n: tl.constexpr = x.shape[len(x.shape) - 1] // 4
-    if len(x.shape) == 2:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], n, 2, 2]))
-    else:
-        even, odd = tl.split(tl.reshape(x, [1, n, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
 def _dot_words(codes, words, total, ASM: tl.constexpr):
     """Words of codes int32 [R, 4·n] times words [4·n], onto total: sums of four words [R, n]."""
-    c0, c1, c2, c3 = _quarters(codes)
-    w0, w1, w2, w3 = _quarters(words)
+    c0, c1, c2, c3 = quarters(codes)
+    w0, w1, w2, w3 = quarters(words)
     total += tl.zeros_like(c0)
     total = dot4(c0, w0, total, ASM)
     total = dot4(c1, w1, total, ASM)

@@ -231,6 +231,7 @@ def _launch_dot4(
         N,
         M=codes.shape[0],
         QUADS=quads,
+        EVEN=N % tile.rows == 0,
         BQ=tile.columns,
         **flags,
     )

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
-from edge_runtime.kernels.cuda.unpack import dot4, multiply_add, w4_codes, w8_codes
+from edge_runtime.kernels.cuda.unpack import (
+    dot4,
+    multiply_add,
+    quarters,
+    w4_codes,
+    w8_codes,
+    word_codes,
+)
 
 
 @triton.jit
@@ -191,20 +198,92 @@ def _nothing():
 
 @triton.jit
 def _quads(
-    base_ptr, refine_ptr, mult_ptr, words, q, QUADS: tl.constexpr, Q: tl.constexpr,
-    W8: tl.constexpr,
+    base_ptr, refine_ptr, mult_ptr, first, N, q, QUADS: tl.constexpr, Q: tl.constexpr,
+    BN: tl.constexpr, BQ: tl.constexpr, EVEN: tl.constexpr, W8: tl.constexpr,
 ):  # fmt: skip
-    """Words of both planes int32 [BQ, BN, 4] and multipliers [BQ, BN] of quads q, 0 past the
-    end."""
+    """Words of both planes, int32 [BQ, 4], and multipliers [BQ] of quads q, of each of BN rows;
+    anything past the end of a row, which meets an x of 0."""
+    words = q[:, None] * 4 + tl.arange(0, 4)[None, :]
+    base, refine, mult = _nothing(), _nothing(), _nothing()
+    for n in tl.static_range(BN):
+        row = (first + n if EVEN else tl.minimum(first + n, N - 1)).to(tl.int64)
+        at = row * (QUADS * 4) + words
+        group = row * (QUADS // Q) + q // Q
+        if QUADS % BQ:
+            live = q < QUADS
+            w = tl.load(base_ptr + at, mask=live[:, None], eviction_policy="evict_first")
+            r = w
+            if W8:
+                r = tl.load(refine_ptr + at, mask=live[:, None], eviction_policy="evict_first")
+            m = tl.load(mult_ptr + group, mask=live)
+        else:
+            w = tl.load(base_ptr + at, eviction_policy="evict_first")
+            r = w
+            if W8:
+                r = tl.load(refine_ptr + at, eviction_policy="evict_first")
+            m = tl.load(mult_ptr + group)
+        base += (w,)
+        refine += (r,)
+        mult += (m.to(tl.int32),)
+    return base, refine, mult
+
+
+@triton.jit
+def _dot_quads(a, b, total, ASM: tl.constexpr):
+    """total [BQ] + the products of the bytes of words [BQ, 4]."""
+    if ASM:
+        total = total[:, None]
+        a0, a1, a2, a3 = quarters(a)
+        b0, b1, b2, b3 = quarters(b)
+        total = dot4(a1, b1, dot4(a0, b0, total, ASM), ASM)
+        total = dot4(a3, b3, dot4(a2, b2, total, ASM), ASM)
+        return tl.reshape(total, (total.shape[0],))
+    else:
+        return total + tl.sum(dot4(a, b, tl.zeros_like(a), ASM), 1)
+
+
+@triton.jit
+def _add_quads(
+    acc, base, refine, mult, x_ptr, sum_ptr, q, M: tl.constexpr, QUADS: tl.constexpr,
+    G: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr, W8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc with quads q: int64 [BQ] of each row of x and of the weights."""
+    Q: tl.constexpr = G // 32
+    codes = _nothing()
+    for n in tl.static_range(BN):
+        codes += word_codes(base[n], refine[n], W8, ASM)
+    words = ((q // Q) * (G // 4) + (q % Q) * 4)[:, None] + tl.arange(0, 4)[None, :]
     live = q < QUADS
-    each = live[:, None, None]
-    at = words + q[:, None, None] * 4
-    w = tl.load(base_ptr + at, mask=each, other=0, eviction_policy="evict_first")
-    r = w
-    if W8:
-        r = tl.load(refine_ptr + at, mask=each, other=0, eviction_policy="evict_first")
-    mult = tl.load(mult_ptr + (q // Q)[:, None], mask=live[:, None], other=0)
-    return w, r, mult.to(tl.int32)
+    more = _nothing()
+    for m in tl.static_range(M):
+        at = x_ptr + m * (QUADS * 8) + words
+        if QUADS % BQ:
+            low = tl.load(at, mask=live[:, None], other=0)
+            high = tl.load(at + G // 8, mask=live[:, None], other=0)
+        else:
+            low = tl.load(at)
+            high = tl.load(at + G // 8)
+        start = tl.zeros((BQ,), tl.int32)
+        if W8:  # once a group: its first quad takes the correction of all
+            at = sum_ptr + m * (QUADS // Q) + q // Q
+            start = -8 * tl.load(at, mask=live & (q % Q == 0), other=0)
+        for n in tl.static_range(BN):
+            dots = _dot_quads(codes[2 * n], low, start, ASM)
+            dots = _dot_quads(codes[2 * n + 1], high, dots, ASM)
+            more += (multiply_add(dots, mult[n], acc[m * BN + n], ASM),)
+    return more
+
+
+@triton.jit
+def _together(acc, first: tl.constexpr, BN: tl.constexpr):
+    """Tensors [BQ] from place `first` on as one [BQ, BN], which is summed at once."""
+    if BN == 2:
+        return tl.join(acc[first], acc[first + 1])
+    else:
+        tl.static_assert(BN == 4)
+        even = tl.join(acc[first], acc[first + 2])
+        odd = tl.join(acc[first + 1], acc[first + 3])
+        return tl.reshape(tl.join(even, odd), (even.shape[0], 4))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -226,57 +305,43 @@ def linear_dot4(
     W8: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    BN: tl.constexpr,  # weight rows of a program
+    EVEN: tl.constexpr,  # whether BN divides N
+    BN: tl.constexpr,  # weight rows of a program, 2 or 4
     BQ: tl.constexpr,  # quads of a loop step, each in one lane
     ASM: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Few rows of x: a lane owns a quad, loads 128 bits of each plane and takes 8 dp4a a row.
+    """Few rows of x: a lane owns a quad of inputs, and all weight rows of the program meet its
+    words of x. 128-bit loads, 8 dp4a a quad and row.
 
-    Weights are read a step ahead, the first before the activations are there.
+    Weights are read a step ahead, the first before the activations are there. All tensors have one
+    layout, a quad a lane, so that nothing goes through shared memory but the last sums.
     """
-    Q: tl.constexpr = G // 32
     start_next_launch(PDL)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    n0 = tl.program_id(0) * BN
+    rn = n0 + tl.arange(0, BN)
     cn = tl.minimum(rn, N - 1)
     q = tl.arange(0, BQ)
-    e = tl.arange(0, 4)
-    words = cn.to(tl.int64)[None, :, None] * (QUADS * 4) + e[None, None, :]
-    mult_ptr += cn.to(tl.int64)[None, :] * (QUADS // Q)
-    w, r, mult = _quads(base_ptr, refine_ptr, mult_ptr, words, q, QUADS, Q, W8)
+    w, r, mult = _quads(base_ptr, refine_ptr, mult_ptr, n0, N, q, QUADS, G // 32, BN, BQ, EVEN, W8)
     scale = tl.load(scale_ptr + cn)
     wait_for_launch(PDL)
-    x_words = ((q // Q) * (G // 4) + (q % Q) * 4)[:, None] + e[None, :]
-    zero = tl.zeros((BQ, BN, 4), tl.int32)
-    acc = _nothing()  # int64 [BQ, BN] of each row of x
-    for i in tl.static_range(M):  # noqa: B007
-        acc += (tl.zeros((BQ, BN), tl.int64),)
-    for start in range(0, QUADS, BQ):
-        low = (w << 4) & -252645136  # 0xF0F0F0F0
-        high = w & -252645136
-        if W8:
-            low |= r & 252645135  # 0x0F0F0F0F
-            high |= (r >> 4) & 252645135
-        this = mult
-        if BQ < QUADS:
-            w, r, mult = _quads(base_ptr, refine_ptr, mult_ptr, words, start + BQ + q, QUADS, Q, W8)
-        live = (start + q) < QUADS
-        more = _nothing()
-        for m in tl.static_range(M):
-            at = x_ptr + m * (QUADS * 8) + x_words + start * 8
-            xl = tl.load(at, mask=live[:, None], other=0)
-            xh = tl.load(at + G // 8, mask=live[:, None], other=0)
-            xl, _ = tl.broadcast(xl[:, None], zero)
-            xh, _ = tl.broadcast(xh[:, None], zero)
-            dots = tl.sum(dot4(high, xh, dot4(low, xl, zero, ASM), ASM), axis=2)
-            if W8:  # once a group: its first quad takes the correction of all
-                first = live & ((start + q) % Q == 0)
-                at = sum_ptr + m * (QUADS // Q) + (start + q) // Q
-                dots -= 8 * tl.load(at, mask=first, other=0)[:, None]
-            more += (multiply_add(dots, this, acc[m], ASM),)
-        acc = more
+    acc = _nothing()
+    for i in tl.static_range(M * BN):  # noqa: B007
+        acc += (tl.zeros((BQ,), tl.int64),)
+    for start in range(BQ, QUADS, BQ):
+        w_now, r_now, mult_now = w, r, mult
+        w, r, mult = _quads(
+            base_ptr, refine_ptr, mult_ptr, n0, N, start + q, QUADS, G // 32, BN, BQ, EVEN, W8
+        )
+        at = start - BQ + q
+        acc = _add_quads(
+            acc, w_now, r_now, mult_now, x_ptr, sum_ptr, at, M, QUADS, G, BN, BQ, W8, ASM
+        )
+    at = (QUADS - 1) // BQ * BQ + q
+    acc = _add_quads(acc, w, r, mult, x_ptr, sum_ptr, at, M, QUADS, G, BN, BQ, W8, ASM)
     for m in tl.static_range(M):
-        y = (tl.sum(acc[m], axis=0).to(tl.float32) * tl.load(x_scale_ptr + m)) * scale
+        sums = tl.sum(_together(acc, m * BN, BN), axis=0)
+        y = (sums.to(tl.float32) * tl.load(x_scale_ptr + m)) * scale
         if BIAS:
             y += tl.load(bias_ptr + cn)
         if RESIDUAL:

@@ -18,6 +18,7 @@ _W4_LOW = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0
 # as mad.wide.s32 ptxas makes three instructions of it, in this form one
 _MULTIPLY_ADD = tl.constexpr("{ .reg .b64 t; mul.wide.s32 t, $1, $2; add.s64 $0, $3, t; }")
 _W4_HIGH = tl.constexpr("and.b32 $0, $1, 0xF0F0F0F0;")
+HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0
 
 
 @triton.jit
@@ -50,6 +51,38 @@ def w4_codes(base, ASM: tl.constexpr):
         low = (base << 4).to(tl.int8, bitcast=True)
         high = (base & 240).to(tl.int8, bitcast=True)
     return low, high
+
+
+@triton.jit
+def word_codes(base, refine, W8: tl.constexpr, ASM: tl.constexpr):
+    """As the two above, of int32 words of four bytes; refine is not read in the w4 view."""
+    if W8 and ASM:
+        low = tl.inline_asm_elementwise(
+            _W8_LOW, "=r,r,r", [base, refine], dtype=tl.int32, is_pure=True, pack=1
+        )
+        high = tl.inline_asm_elementwise(
+            _W8_HIGH, "=r,r,r", [base, refine], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = (base << 4) & HIGH_NIBBLES
+        high = base & HIGH_NIBBLES
+        if W8:
+            low = low | (refine & ~HIGH_NIBBLES)
+            high = high | ((refine >> 4) & ~HIGH_NIBBLES)
+    return low, high
+
+
+@triton.jit
+def quarters(x):
+    """[..., 4·n] -> every fourth, from 0, 1, 2 and 3 on: what one 128-bit load brings."""
+    n: tl.constexpr = x.shape[len(x.shape) - 1] // 4
+    if len(x.shape) == 2:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], n, 2, 2]))
+    else:
+        even, odd = tl.split(tl.reshape(x, [1, n, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 from edge_runtime.cache.policy import parse_policy
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
+from edge_runtime.kernels.cpu import library
 
 CONTEXT = 320
 # odd shapes on purpose; weights are random, so the draft agrees with the target about half the time
@@ -47,13 +48,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture(scope="session", params=["reference", "cpu", "cuda"])
 def engines(
-    request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
+    request: pytest.FixtureRequest,
+    checkpoints: Callable[[str], Path],
+    give_up: Callable[[str, str], None],
 ) -> Iterator[Callable[..., Engine]]:
     """Fresh engines (cache, policy, draft) over one loaded model each, on every backend."""
     opened: dict[str, Engine] = {}
     if request.param == "cuda" and not torch.cuda.is_available():
         # these run hundreds of passes, and Triton's interpreter takes seconds for one
         pytest.skip("no GPU: test_cuda_interpreted.py has a few cases")
+    if request.param == "cpu" and library.library_path() is None:
+        give_up("native", "the native CPU kernels were not built")
 
     def get(
         name: str = "llama", *, gamma: int = 0, source: str = "base", policy: str = "kv8",

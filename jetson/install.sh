@@ -209,8 +209,9 @@ check_service() {
   if [ "$(id -u)" != 0 ] && [ -z "$root$dry" ]; then fail 4 "--service needs root" "sudo $0 …"; fi
   [ -f "$model/manifest.json" ] ||
     fail 2 "--service: expected the folder of a converted model, got $model" "bitnest-edge convert makes one"
-  model=$(cd "$model" && pwd -P)
-  for path in "$model" "$venv"; do
+  model=$(cd "$model" && pwd -P) venv=$(realpath -m -- "$venv")
+  for path in "$venv" "$model" "$model"/*; do
+    path=$(realpath -m -- "$path") # a shard may be a link
     case "${path#"$root"}/" in /home/* | /root/* | /run/user/* | /tmp/* | /var/tmp/*)
       fail 2 "--service: the unit hides /home, /root and /tmp from the service, and $path lies there" \
         "put it elsewhere, as into /srv" ;;
@@ -218,7 +219,8 @@ check_service() {
   done
   [ "$(id -u)" = 0 ] || return 0
   id "$user" >/dev/null 2>&1 || user=nobody # who may read as little
-  closed=$(runuser -u "$user" -- find -L "$model" ! -readable -print -quit 2>&1) || true
+  # from a folder that every user may be in, which find wants
+  closed=$(cd / && runuser -u "$user" -- find -L "$model" ! -readable -print -quit 2>&1) || true
   [ -z "$closed" ] || fail 2 "--service: its user cannot read the model: $closed" \
     "sudo chmod -R a+rX $model, and a+x for the folders above it"
 }

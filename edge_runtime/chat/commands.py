@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edge_runtime.chat import render, saved
-from edge_runtime.errors import BitnestError, UsageError
+from edge_runtime.errors import BitnestError, UsageError, cut
 from edge_runtime.paths import usable
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ NAMES = (
     "help", "system", "set", "think", "regen", "undo", "clear",
     "save", "load", "stats", "context", "power",
 )  # fmt: skip
+ALONE = ("help", "?", "regen", "undo", "clear", "stats", "context", "power")
 THINKING = {"on": True, "off": False, "auto": None}
 HINTS = {  # for errors that bring none of their own
     "set": "write /set NAME VALUE, as in /set temp 0.7; /set NAME default takes it back",
@@ -67,6 +68,11 @@ class Commands:
         """Run a command. Raises BitnestError when it cannot be done."""
         if name in self._known:
             try:
+                if rest and name in ALONE:
+                    raise UsageError(
+                        f"/{name}: expected nothing behind it, got {cut(rest)!r}",
+                        "/help lists the commands",
+                    )
                 self._known[name](rest)
             except BitnestError as error:
                 error.hint = error.hint or HINTS.get(name, "")
@@ -74,7 +80,7 @@ class Commands:
             return
         near = difflib.get_close_matches(name, NAMES + LEAVE, n=1)
         guess = f" Did you mean /{near[0]}?" if near else ""
-        self._say(f"Unknown command /{name}.{guess} /help lists the commands.")
+        self._say(f"Unknown command /{cut(name)}.{guess} /help lists the commands.")
 
     def _say(self, text: str) -> None:
         self._chat.say(text)
@@ -197,7 +203,8 @@ class Commands:
         most, used = session.engine.context, session.num_tokens()
         # a turn's share: what the prompt loses without it and those before it
         sizes = [session.num_tokens(drop=n) for n in range(session.num_turns + 1)]
-        lines = [f"context  {used} of {most} tokens, {used / most:.0%}; {most - used} are free"]
+        free = f"{most - used} are free" if used <= most else f"{used - most} too many"
+        lines = [f"context  {used} of {most} tokens, {used / most:.0%}; {free}"]
         if sizes[-1]:
             lines.append(f"system   {sizes[-1]} tokens, with what the template adds")
         for number, (size, rest) in enumerate(itertools.pairwise(sizes), start=1):

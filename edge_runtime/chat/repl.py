@@ -32,7 +32,7 @@ HOW_TO_LEAVE = "To leave: /exit or Ctrl-D."
 LEAST_ROOM = 32  # tokens; with fewer left for an answer the context counts as full
 TEMPLATE = 128  # tokens that a template may add to each message
 FULL = """\
-The context is full: this prompt has {prompt} tokens, the context holds {context}.
+The context is full: this prompt has {prompt} tokens, the context holds {context} with its answer.
   d   drop the {turns} and answer; the rest is read anew ({kept} tokens)
   s   stop: nothing is sent; /undo, /clear or a shorter message make room"""
 
@@ -178,6 +178,8 @@ class Repl:
             return 0  # what does not fit at all the engine refuses, with the numbers
         drop = session.turns_to_drop(text, min(most, context // 4), again=again)
         kept = session.num_tokens(text, drop=drop, again=again)
+        if kept + least > context:
+            return 0  # dropping turns does not help: the engine says so
         oldest = "oldest turn" if drop == 1 else f"{drop} oldest turns"
         self.say(FULL.format(prompt=prompt, context=context, turns=oldest, kept=kept))
         with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -85,7 +85,8 @@ class Guard:
 
     def _refused(self, scope: Scope, host: str) -> tuple[int, str] | None:
         headers = dict(scope["headers"])
-        if self._hosts is not None and _name(host) not in self._hosts:
+        named = b"host" in headers or scope["http_version"] != "1.0"  # which need not have one
+        if self._hosts is not None and named and _name(host) not in self._hosts:
             return 403, "this server answers for this machine's own names only"
         if self._key is None or scope["path"] in self.OPEN:
             return None
@@ -104,12 +105,7 @@ def _name(host: str) -> str:
 
 class Intake:
     """Bounds what comes in: the body of each request, and of all that are here until they are
-    answered. Bytes.
-
-    A body has its room before it is read, so that of many at once as many as there is room for are
-    answered. One without room is read to its end and thrown away: a client that still writes would
-    not see its answer.
-    """
+    answered. Bytes."""
 
     def __init__(self, app: ASGIApp, most: int, most_of_all: int) -> None:
         self._app, self._most, self._most_of_all = app, most, most_of_all
@@ -117,42 +113,30 @@ class Intake:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on; a body beyond the bounds is an error to who reads it."""
-        read = room = 0  # of this one, the room that it has
+        taken = 0
 
-        def has_room(size: int) -> bool:
-            nonlocal room
-            if self._held + size - room > self._most_of_all:
-                return False
-            self._held += size - room
-            room = size
-            return True
-
-        fits = has_room(min(_length(scope), self._most))
+        def give_back() -> None:
+            nonlocal taken
+            self._held -= taken
+            taken = 0
 
         async def counted() -> Message:
-            nonlocal read, fits
+            nonlocal taken
             message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._most:
+            size = len(message.get("body", b""))
+            taken += size
+            self._held += size
+            if taken > self._most:
                 raise HTTPException(413, f"expected a request of at most {self._most} bytes")
-            fits = fits and (read <= room or has_room(read))  # its length was not told
-            if fits or message["type"] != "http.request":
-                return message
-            if message.get("more_body", False):
-                message["body"] = b""
-                return message
-            raise Crowded(
-                f"requests that are here hold {self._most_of_all} bytes, which is all there "
-                "is room for", f"try again in {RETRY_S} s",
-            )  # fmt: skip
+            if self._held > self._most_of_all:
+                give_back()  # now, so that others that come in beside it have its room
+                raise Crowded(
+                    f"requests that are here hold {self._most_of_all} bytes, which is all there "
+                    "is room for", f"try again in {RETRY_S} s",
+                )  # fmt: skip
+            return message
 
         try:
             await self._app(scope, counted, send)
         finally:
-            self._held -= room
-
-
-def _length(scope: Scope) -> int:
-    """Of the body, as its head tells it; 0 where it does not."""
-    told = dict(scope.get("headers", ())).get(b"content-length", b"0")
-    return int(told) if told.isdigit() and len(told) < 20 else 0
+            give_back()

@@ -119,4 +119,7 @@ def mask(found: Any) -> bytes:
 
 def _short(reason: object) -> str:
     """Without the matcher's state, which llguidance adds."""
-    return cut(" ".join(str(reason).partition("<state>")[0].split()), MAX_REASON_CHARS)
+    text = " ".join(str(reason).partition("<state>")[0].split())
+    return cut(
+        text.replace("NoExtensionBias", "no text that it allows has an end"), MAX_REASON_CHARS
+    )

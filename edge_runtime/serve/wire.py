@@ -102,7 +102,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise UsageError(
             f"tool_calls: expected a JSON object as the text of `arguments`, got {cut(text)!r} "
-            f"({error})"
+            f"({_reason(error)})"
         ) from None
     return call | {"function": function | {"arguments": arguments}}
 
@@ -171,7 +171,8 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             value = getattr(self, name)
             same = any(type(value) is type(one) and value == one for one in neutral)  # true is no 1
             if value is not UNSET and value is not None and not same:
-                raise ValueError(f"`{name}` is not supported beyond {neutral[0]!r}")
+                known = " and ".join(map(repr, dict.fromkeys(neutral)))
+                raise ValueError(f"`{name}` is not supported beyond {known}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError("`seed`: expected a whole number from -2^63 to 2^63 - 1")
         if isinstance(self.stop, list) and not all(self.stop):
@@ -270,7 +271,10 @@ def decode(kind: type[Any], body: bytes) -> Any:
     except msgspec.ValidationError as error:
         raise UsageError(f"the request is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = str(error)
-        if "truncated" in why:  # msgspec says so of both
-            why = "it ends too early, or a text in it ends with half of a surrogate pair"
-        raise UsageError(f"the request is not JSON: {why}") from None
+        raise UsageError(f"the request is not JSON: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if "truncated" in str(error):  # msgspec says so of both
+        return "it ends too early, or a text in it ends with half of a surrogate pair"
+    return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_command_in_capitals_is_one(engine: Engine, type_: Say) -> None:
 WRONG = (
     "/undo", "/regen", "/set temp -1", "/set heat 1", "/set temp=1", "/think maybe", "/think on",
     "/save", "/save .", "/save /nowhere/x", "/save \0", "/load", "/load .", "/load /nowhere/x",
-    "/load /dev/zero", f"/save {'n' * 300}",
+    "/load /dev/zero", f"/save {'n' * 300}", "/undo it", "/clear all", f"/stats {'x' * 3000}",
 )  # fmt: skip
 
 
@@ -278,6 +279,7 @@ def test_a_chat_loaded_that_is_longer_than_the_context(
     said = type_(repl, f"/load {path}")
     assert "Loaded 30 turns." in said
     assert "more than the context holds" in said
+    assert re.search(r"of 256 tokens, \d{3,}%; \d+ too many", type_(repl, "/context"))
     repl._reader = Script("the world", "d")
     assert repl._step()
     assert "oldest turns" in type_(repl)
@@ -287,9 +289,11 @@ def test_a_chat_loaded_that_is_longer_than_the_context(
 
 def test_a_message_longer_than_the_context_is_refused(engine: Engine, type_: Say) -> None:
     repl = make_repl(engine)
-    said = type_(repl, "word " * 300)
-    assert "the context holds 256" in said
-    assert "oldest" not in said
+    for before in ("", "hello"):  # to drop a turn would not help
+        said = type_(repl, before, "word " * 300)
+        assert "the context holds 256" in said
+        assert "oldest" not in said
+    assert repl.session.num_turns == 1
 
 
 def test_an_answer_that_fills_the_context_says_so(engine: Engine, type_: Say) -> None:

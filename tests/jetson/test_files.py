@@ -272,6 +272,8 @@ def a_model(folder: Path) -> Path:
         (("--service", "{root}/tmp/m"), "the unit hides .* and {root}/tmp/m lies there"),
         (("--service", "{root}/home/me/m"), "{root}/home/me/m lies there"),
         (("--service", "{root}/srv/m", "--venv", "/home/me/v"), "/home/me/v lies there"),
+        (("--service", "{root}/srv/m", "--venv", "/opt/../home/me/v"), "/home/me/v lies there"),
+        (("--service", "{root}/srv/linked"), "{root}/home/me/m/manifest.json lies there"),
         (("--service", "{root}/srv/a b"), "--service: expected a path without spaces"),
         (("--venv", "v|e&n"), "--venv: expected a path without spaces"),
         (("--venv", "a%b"), "--venv: expected a path without spaces"),
@@ -285,6 +287,8 @@ def test_a_service_that_could_not_run(
     root = tmp_path / "root"
     for folder in ("tmp/m", "home/me/m", "srv/m", "srv/a b"):
         a_model(root / folder)
+    (root / "srv/linked").mkdir()
+    (root / "srv/linked/manifest.json").symlink_to(root / "home/me/m/manifest.json")
     done = install("--torch", "none", *(a.format(root=root) for a in args), dry=False)
     assert done.returncode == 2
     assert re.search(said.format(root=re.escape(str(root))), done.stderr)

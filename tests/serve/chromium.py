@@ -196,7 +196,8 @@ class Page:
 
         def walk(node: dict[str, Any]) -> None:
             if not node.get("ignored"):
-                told.append((node["role"]["value"], node.get("name", {}).get("value", "")))
+                name = node.get("name", {}).get("value", "")  # Chromium 150 ends some in a space
+                told.append((node["role"]["value"], name.strip()))
             for child in node.get("childIds", ()):
                 if child in value:
                     walk(value[child])

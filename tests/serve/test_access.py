@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -42,3 +43,12 @@ def test_names_of_the_host(running: Running, host: str, status: int) -> None:
         assert client.get("/health", headers={"host": host}).status_code == status
         whole = {"target": f"http://{host}/health".encode()}  # as to a proxy
         assert client.get("/", extensions=whole).status_code == status
+
+
+def test_a_request_of_http_1_0_names_no_host(running: Running) -> None:
+    """As a probe of a balancer may ask; a browser always names one."""
+    host, port = running.url.removeprefix("http://").split(":")
+    for more, status in ((b"", b"200"), (b"Host: evil.example\r\n", b"403")):
+        with socket.create_connection((host, int(port)), timeout=20) as one:
+            one.sendall(b"GET /health HTTP/1.0\r\n%b\r\n" % more)
+            assert one.recv(1000).split()[1] == status

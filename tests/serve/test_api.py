@@ -205,6 +205,7 @@ for _ in range(900):
     ({"temperature": "hot"}, 400, "temperature"),
     ({"n": 2}, 400, "`n` is not supported beyond 1"),
     ({"n": True}, 400, "`n` is not supported beyond 1"),
+    ({"tool_choice": "required"}, 400, "beyond 'auto' and 'none'"),
     ({"echo": 0}, 400, "`echo` is not supported beyond False"),
     ({"frequency_penalty": False}, 400, "`frequency_penalty` is not supported beyond 0"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1"}}]}]},

@@ -82,6 +82,7 @@ def test_it_streams_and_stops(page: Page, speaker: Speaker) -> None:
     assert page.text("#send") == "Send"
     page.until("gauges.latest.busy === false", 5)
     assert page.text("#error") == ""
+    assert page.text("#g-context") == "unknown\ntold again after a whole answer"
 
 
 def test_stop_before_the_first_word(page: Page, speaker: Speaker) -> None:

@@ -61,7 +61,8 @@ def _int32(x):
 def _unpack(base, refine, FORM: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr):
     """Plane bytes (WORDS: words) -> codes + 8 (base alone: 16·q4) of low and of high nibbles."""
     if FORM == WORDS:
-        low, high = word_codes(base, refine, FULL, ASM)
+        # without assembly, which takes 18 registers more here: fewer programs on an SM
+        low, high = word_codes(base, refine, FULL, False)
     elif FULL:
         low, high = w8_codes(base, refine, ASM)
     else:

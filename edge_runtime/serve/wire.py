@@ -171,7 +171,9 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             value = getattr(self, name)
             same = any(type(value) is type(one) and value == one for one in neutral)  # true is no 1
             if value is not UNSET and value is not None and not same:
-                known = " and ".join(map(repr, dict.fromkeys(neutral)))
+                known = " and ".join(
+                    repr(one) for i, one in enumerate(neutral) if one not in neutral[:i]
+                )
                 raise ValueError(f"`{name}` is not supported beyond {known}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError("`seed`: expected a whole number from -2^63 to 2^63 - 1")

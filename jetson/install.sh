@@ -209,7 +209,8 @@ check_service() {
   if [ "$(id -u)" != 0 ] && [ -z "$root$dry" ]; then fail 4 "--service needs root" "sudo $0 …"; fi
   [ -f "$model/manifest.json" ] ||
     fail 2 "--service: expected the folder of a converted model, got $model" "bitnest-edge convert makes one"
-  model=$(cd "$model" && pwd -P) venv=$(realpath -m -- "$venv")
+  model=$(realpath -- "$model") venv=$(realpath -m -- "$venv")
+  # what ProtectHome= and PrivateTmp= of the unit hide (systemd.exec)
   for path in "$venv" "$model" "$model"/*; do
     path=$(realpath -m -- "$path") # a shard may be a link
     case "${path#"$root"}/" in /home/* | /root/* | /run/user/* | /tmp/* | /var/tmp/*)

@@ -21,6 +21,7 @@ from edge_runtime.cli.model import EngineOptions, open_model, run_options
 from edge_runtime.cli.options import (
     TEXT,
     Finite,
+    decoded,
     json_option,
     model_argument,
     print_document,
@@ -158,11 +159,9 @@ def read_text(file: str) -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise CheckpointError(f"{name}: expected a prompt of at most {MAX_PROMPT_BYTES} bytes")
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{name}: expected UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}"
-        ) from None
+        text = decoded(data, "utf-8-sig")
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from None
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 

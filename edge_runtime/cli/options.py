@@ -49,9 +49,13 @@ def parse_size(text: str) -> int:
 
 def parse_text(text: str) -> str:
     """Return text for a model; arguments may hold any bytes, a model reads UTF-8."""
-    data = os.fsencode(text)
+    return decoded(os.fsencode(text))
+
+
+def decoded(data: bytes, encoding: str = "utf-8") -> str:
+    """Return the text of bytes. Raises ValueError."""
     try:
-        return data.decode()
+        return data.decode(encoding)
     except UnicodeDecodeError as error:
         byte = data[error.start]
         raise ValueError(f"expected UTF-8 text, got byte 0x{byte:02x} at {error.start}") from None
@@ -134,6 +138,18 @@ class Parsed(_ParamType):
             self.fail(str(error), param, ctx)
 
 
+def _at_most(
+    of: click.IntRange | click.FloatRange,
+    number: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> Any:
+    """Return a number that is at most MOST where its type sets no upper limit."""
+    if of.max is None and number > MOST:
+        of.fail(f"expected at most {MOST}, got {cut(str(number), 20)}", param, ctx)
+    return number
+
+
 class Whole(click.IntRange):
     """A whole number within limits; without an upper one it is at most MOST."""
 
@@ -141,10 +157,7 @@ class Whole(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse text as a number."""
-        number = int(super().convert(value, param, ctx))
-        if self.max is None and number > MOST:
-            self.fail(f"expected at most {MOST}, got {cut(str(value), 20)}", param, ctx)
-        return number
+        return int(_at_most(self, super().convert(value, param, ctx), param, ctx))
 
 
 class Finite(click.FloatRange):
@@ -156,10 +169,7 @@ class Finite(click.FloatRange):
     ) -> float:
         """Parse text as a number."""
         FLOAT.convert(value, param, ctx)  # refuses what is not finite
-        number = float(super().convert(value, param, ctx))
-        if self.max is None and number > MOST:
-            self.fail(f"expected at most {MOST}, got {cut(str(value), 20)}", param, ctx)
-        return number
+        return float(_at_most(self, super().convert(value, param, ctx), param, ctx))
 
 
 TEXT = Parsed("text", parse_text)

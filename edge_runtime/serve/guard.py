@@ -72,19 +72,21 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
         if absolute := ABSOLUTE.fullmatch(scope["path"]):
             host, path = absolute[1], absolute[2] or "/"
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        if (refused := self._refused(scope, host)) is not None:
+        if (refused := self._refused(scope, headers, host)) is not None:
             status, message = refused
-            headers = {"www-authenticate": "Bearer"} if status == 401 else {}
-            await told(status, message, headers)(scope, receive, send)
+            more = {"www-authenticate": "Bearer"} if status == 401 else {}
+            await told(status, message, more)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope, host: str) -> tuple[int, str] | None:
-        headers = dict(scope["headers"])
+    def _refused(
+        self, scope: Scope, headers: dict[bytes, bytes], host: str
+    ) -> tuple[int, str] | None:
         named = b"host" in headers or scope["http_version"] != "1.0"  # which need not have one
         if self._hosts is not None and named and _name(host) not in self._hosts:
             return 403, "this server answers for this machine's own names only"

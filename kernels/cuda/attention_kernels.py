@@ -23,7 +23,14 @@ from edge_runtime.kernels.cuda import floats, numeric
 from edge_runtime.kernels.cuda.attention_tiles import FORMS
 from edge_runtime.kernels.cuda.floats import exp_nonpositive, halving_sum
 from edge_runtime.kernels.cuda.numeric import codes_of, quantiser
-from edge_runtime.kernels.cuda.unpack import dot4, quarters, w4_codes, w8_codes, word_codes
+from edge_runtime.kernels.cuda.unpack import (
+    dot4,
+    load_plane,
+    quarters,
+    w4_codes,
+    w8_codes,
+    word_codes,
+)
 
 WORDS, COLS, ROWS = (tl.constexpr(FORMS[name]) for name in ("words", "cols", "rows"))
 BLOCK = tl.constexpr(64)
@@ -100,15 +107,6 @@ def _key_dots(low, high, q_low, q_high, FORM: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _load_plane(ptr, at, inside, EVEN: tl.constexpr):
-    """Read once: it leaves L2 before the partial results do."""
-    if EVEN:
-        return tl.load(ptr + at, eviction_policy="evict_first")
-    else:
-        return tl.load(ptr + at, mask=inside, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
 def _scores(
     base_ptr, refine_ptr, scale_ptr, block, q_low, q_high, q_sum8, factor, left,
     HALF: tl.constexpr, HP: tl.constexpr, FORM: tl.constexpr, FULL: tl.constexpr,
@@ -124,10 +122,10 @@ def _scores(
     d = tl.arange(0, HP)
     at = (token + block * BLOCK)[:, None] * HALF + d[None, :]
     inside = (d < HALF)[None, :]
-    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    base = load_plane(base_ptr, at, inside, HP == HALF)
     refine = base
     if FULL:
-        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+        refine = load_plane(refine_ptr, at, inside, HP == HALF)
     key_scale = tl.load(scale_ptr + (token + block * BLOCK)).to(tl.float32) * 0.0625
     low, high = _unpack(base, refine, FORM, FULL, ASM)
     dots = _key_dots(low, high, q_low, q_high, FORM, ASM)

@@ -16,7 +16,6 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     WORDS,
     _dot_words,
     _full_block,
-    _load_plane,
     _load_queries,
     _quantised_query,
     _scores,
@@ -24,6 +23,7 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     _unpack,
 )
 from edge_runtime.kernels.cuda.overlap_kernels import wait_for_launch
+from edge_runtime.kernels.cuda.unpack import load_plane
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def _load_values(
     d = tl.arange(0, HP)
     at = (d + block * HALF)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (d < HALF)[:, None]
-    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    base = load_plane(base_ptr, at, inside, HP == HALF)
     refine = base
     if FULL:
-        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+        refine = load_plane(refine_ptr, at, inside, HP == HALF)
     scale = tl.load(scale_ptr + (tl.arange(0, BLOCK) + block * BLOCK))
     return base, refine, scale.to(tl.float32) * 0.0625
 

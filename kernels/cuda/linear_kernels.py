@@ -14,6 +14,7 @@ import triton.language as tl
 from edge_runtime.kernels.cuda.overlap_kernels import start_next_launch, wait_for_launch
 from edge_runtime.kernels.cuda.unpack import (
     dot4,
+    load_plane,
     multiply_add,
     quarters,
     w4_codes,
@@ -203,25 +204,19 @@ def _quads(
 ):  # fmt: skip
     """Words of both planes, int32 [BQ, 4], and multipliers [BQ] of quads q, of each of BN rows;
     anything past the end of a row, which meets an x of 0."""
+    WHOLE: tl.constexpr = QUADS % BQ == 0
     words = q[:, None] * 4 + tl.arange(0, 4)[None, :]
+    live = q < QUADS
     base, refine, mult = _nothing(), _nothing(), _nothing()
     for n in tl.static_range(BN):
         row = (first + n if EVEN else tl.minimum(first + n, N - 1)).to(tl.int64)
         at = row * (QUADS * 4) + words
         group = row * (QUADS // Q) + q // Q
-        if QUADS % BQ:
-            live = q < QUADS
-            w = tl.load(base_ptr + at, mask=live[:, None], eviction_policy="evict_first")
-            r = w
-            if W8:
-                r = tl.load(refine_ptr + at, mask=live[:, None], eviction_policy="evict_first")
-            m = tl.load(mult_ptr + group, mask=live)
-        else:
-            w = tl.load(base_ptr + at, eviction_policy="evict_first")
-            r = w
-            if W8:
-                r = tl.load(refine_ptr + at, eviction_policy="evict_first")
-            m = tl.load(mult_ptr + group)
+        w = load_plane(base_ptr, at, live[:, None], WHOLE)
+        r = w
+        if W8:
+            r = load_plane(refine_ptr, at, live[:, None], WHOLE)
+        m = tl.load(mult_ptr + group) if WHOLE else tl.load(mult_ptr + group, mask=live)
         base += (w,)
         refine += (r,)
         mult += (m.to(tl.int32),)

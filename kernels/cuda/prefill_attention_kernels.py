@@ -15,13 +15,13 @@ from edge_runtime.kernels.cuda.attention_kernels import (
     BLOCK,
     ROWS,
     _full_block,
-    _load_plane,
     _load_queries,
     _quantised_query,
     _scores,
     _softmax_block,
     _unpack,
 )
+from edge_runtime.kernels.cuda.unpack import load_plane
 
 
 @triton.jit
@@ -34,10 +34,10 @@ def _load_values(
     d = tl.arange(0, HP)
     at = (d + block * HALF)[:, None] * BLOCK + token[None, :]
     inside = (d < HALF)[:, None]
-    base = _load_plane(base_ptr, at, inside, HP == HALF)
+    base = load_plane(base_ptr, at, inside, HP == HALF)
     refine = base
     if FULL:
-        refine = _load_plane(refine_ptr, at, inside, HP == HALF)
+        refine = load_plane(refine_ptr, at, inside, HP == HALF)
     scale = tl.load(scale_ptr + (token + block * BLOCK))
     return base, refine, scale.to(tl.float32) * 0.0625
 

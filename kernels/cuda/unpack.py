@@ -22,6 +22,15 @@ HIGH_NIBBLES = tl.constexpr(-252645136)  # 0xF0F0F0F0
 
 
 @triton.jit
+def load_plane(ptr, at, inside, EVEN: tl.constexpr):
+    """Bytes or words of a plane, 0 outside; read once, so they leave the L2 before what stays."""
+    if EVEN:
+        return tl.load(ptr + at, eviction_policy="evict_first")
+    else:
+        return tl.load(ptr + at, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
 def w8_codes(base, refine, ASM: tl.constexpr):
     """base, refine: uint8 [...] -> int8 code + 8 of the low nibbles, of the high nibbles."""
     if ASM:

@@ -13,7 +13,7 @@ import torch
 from edge_runtime.cache.policy import parse_policy
 from edge_runtime.decode.draft import DraftChoice
 from edge_runtime.decode.engine import Engine
-from edge_runtime.kernels.cpu import library
+from edge_runtime.kernels.cpu.library import library_path
 
 CONTEXT = 320
 # odd shapes on purpose; weights are random, so the draft agrees with the target about half the time
@@ -57,7 +57,7 @@ def engines(
     if request.param == "cuda" and not torch.cuda.is_available():
         # these run hundreds of passes, and Triton's interpreter takes seconds for one
         pytest.skip("no GPU: test_cuda_interpreted.py has a few cases")
-    if request.param == "cpu" and library.library_path() is None:
+    if request.param == "cpu" and library_path() is None:
         give_up("native", "the native CPU kernels were not built")
 
     def get(

@@ -93,6 +93,15 @@ def test_few_rows_without_tensor_cores(M: int, view: ops.View, device: str) -> N
 
 
 @pytest.mark.parametrize("view", ["w4", "w8"])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_whole_steps_without_tensor_cores(rows: int, view: ops.View, device: str) -> None:
+    """Several groups a step and several steps, none of them in part, as of 4,096 inputs."""
+    for M, quads in ((1, 8), (3, 16)):
+        tile = DOT4._replace(rows=rows, columns=quads)
+        check(case(2 * rows, 1024, 128), view, M, device, tile)
+
+
+@pytest.mark.parametrize("view", ["w4", "w8"])
 @pytest.mark.parametrize("M", [2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 33])
 def test_rows(M: int, view: ops.View, device: str) -> None:
     check(case(33, 320, 64), view, M, device, WIDE)
